@@ -1,0 +1,31 @@
+"""Packed rows attended example by example, in any supported Transformers model and release."""
+
+from .apply import applied, apply, is_applied, revert, supports
+from .detect import Verdict
+from .errors import (
+    Fa2PackPatchError,
+    KernelUnavailableError,
+    PackingError,
+    UnsupportedModelError,
+    UnsupportedReleaseError,
+)
+from .layout import PackedLayout
+from .patch import PatchReport
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Fa2PackPatchError",
+    "KernelUnavailableError",
+    "PackedLayout",
+    "PackingError",
+    "PatchReport",
+    "UnsupportedModelError",
+    "UnsupportedReleaseError",
+    "Verdict",
+    "applied",
+    "apply",
+    "is_applied",
+    "revert",
+    "supports",
+]

@@ -1,0 +1,207 @@
+"""Patch a model in place, and undo it: first a plan that is checked whole, then the commit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Optional
+
+import torch
+
+from . import compat, kernels
+from .detect import Detection, Verdict, detect, find_base, judge_config
+from .errors import UnsupportedModelError
+from .hooks import CountHook, ModelHook, PackedForward
+from .interceptors.method import PackedMethod
+from .patch import ATTRIBUTE, Edit, Patch, PatchReport, Site
+from .rope import RotaryByExample, rope_rule, takes_row_length
+
+
+def apply(
+    model: torch.nn.Module, *, kernel: str = "auto", allow_unverified: bool = False
+) -> PatchReport:
+    """Make packed rows of a Transformers model right, in place.
+
+    From then on a call whose ``position_ids`` start anew inside a row (or which brings segment ids
+    as ``attention_mask``, or ``cu_seq_lens_q/k`` and ``max_length_q/k``) is attended example by
+    example; every other call is what it was. Applying twice is harmless.
+
+    Args:
+        model: a causal language model of a supported family, its bare base model, or a wrapper
+            (PEFT, DDP, FSDP, ``torch.compile``) around it.
+        kernel: "auto", "flash_attn", "flash_attn_3", "torch_flash" or "sdpa".
+        allow_unverified: go on with a Transformers newer than the newest verified one.
+
+    Returns:
+        A report of what was done.
+
+    Raises:
+        UnsupportedModelError: with every reason; the model is unchanged.
+        UnsupportedReleaseError: Transformers older than 4.34 or newer than the verified ones.
+        KernelUnavailableError: ``kernel`` is unknown or cannot serve this model here.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise UnsupportedModelError(
+            type(model).__name__, [f"a torch.nn.Module was expected, got {model!r:.80}"]
+        )
+    if kernel != "auto":
+        kernels.get(kernel)
+    release = compat.release()
+    note = compat.check_release(release, allow_unverified=allow_unverified)
+    patch = _patch_of(model)
+    if patch is not None and patch.report is not None:
+        if kernel == patch.kernel:
+            return patch.report
+        revert(model)
+    found = detect(model, release)
+    if found.reasons:
+        raise UnsupportedModelError(found.subject, found.reasons)
+    return _plan(found, kernel, note)
+
+
+def _plan(found: Detection, kernel: str, note: Optional[str]) -> PatchReport:
+    assert found.base is not None and found.family is not None and found.span is not None
+    config: Any = found.base.config
+    release = compat.release()
+    patch = Patch(found.family, found.span, release, config, kernel)
+    patch.rope = rope_rule(config)
+    edits: list[Edit] = []
+    for index, (label, module) in enumerate(found.attention):
+        site = Site(patch, module, index, label)
+        patch.sites.append(site)
+        edits += _site_edits(site)
+    edits.append(Edit(found.base, "pre", ModelHook(patch, base=True), hook="pre"))
+    edits.append(Edit(found.base, "post", CountHook(patch), hook="post"))
+    for holder in found.holders:
+        pooled = found.pooled.get(id(holder))
+        edits.append(
+            Edit(holder, "pre", ModelHook(patch, base=False, pooled=pooled), hook="pre")
+        )
+    edits.append(Edit(found.base, ATTRIBUTE, patch))
+    chosen = _kernel_now(patch)
+    notes = [note] if note else []
+    notes += found.notes
+    if found.pooled:
+        notes.append(
+            f"{', '.join(found.pooled.values())} gives one result a row: packed rows will raise"
+        )
+    patch.report = PatchReport(
+        family=found.family.family,
+        release=str(release),
+        implementation=found.implementation,
+        interceptor=found.span.via,
+        kernel=chosen,
+        layers=len(patch.sites),
+        verified=note is None,
+        notes=tuple(notes),
+        edits=tuple(str(e) for e in edits),
+    )
+    patch.commit(edits)
+    return patch.report
+
+
+def _site_edits(site: Site) -> list[Edit]:
+    module, span = site.module, site.span
+    slot = "_old_forward" if "_hf_hook" in module.__dict__ else "forward"
+    edits = [Edit(module, slot, PackedForward(site, module.__dict__.get(slot)))]
+    if span.via == "method":
+        edits.append(Edit(module, span.name, PackedMethod(site)))
+    if span.packed_class is not None and not hasattr(module, "_flash_attn_uses_top_left_mask"):
+        edits.append(Edit(module, "_flash_attn_uses_top_left_mask", False))
+    rotary = getattr(module, "rotary_emb", None)
+    if site.patch.rope is not None and takes_row_length(rotary):
+        assert isinstance(rotary, torch.nn.Module)
+        edits.append(Edit(rotary, "forward", RotaryByExample(rotary)))
+    return edits
+
+
+def _kernel_now(patch: Patch) -> str:
+    """The kernel that would serve the model on its present device and in its present dtype."""
+    module = patch.sites[0].module
+    weight = next((p for p in module.parameters() if p.is_floating_point()), None)
+    if weight is None or weight.device.type == "meta":
+        return patch.kernel
+    config = patch.config
+    heads = int(config.num_attention_heads)
+    width = getattr(module, "head_dim", None) or getattr(config, "head_dim", None)
+    call = kernels.AttentionCall(
+        device=weight.device,
+        dtype=weight.dtype,
+        heads=heads,
+        kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
+        head_dim=int(width or config.hidden_size // heads),
+        window=None,
+        softcap=None,
+        dropout=0.0,
+        needs_grad=False,
+    )
+    return kernels.choose(patch.kernel, call).name
+
+
+def _patch_of(model: torch.nn.Module) -> Optional[Patch]:
+    for _, base, _ in find_base(model):
+        patch = base.__dict__.get(ATTRIBUTE)
+        if isinstance(patch, Patch):
+            return patch
+    return None
+
+
+def revert(model: torch.nn.Module) -> bool:
+    """Undo :func:`apply`: every object that was there before is there again.
+
+    Returns:
+        Whether the model was patched.
+    """
+    patch = _patch_of(model)
+    if patch is None:
+        return False
+    patch.undo()
+    return True
+
+
+def is_applied(model: torch.nn.Module) -> bool:
+    """Whether ``model``, or the model inside its wrappers, is patched."""
+    return _patch_of(model) is not None
+
+
+@contextmanager
+def applied(
+    model: torch.nn.Module, *, kernel: str = "auto", allow_unverified: bool = False
+) -> Iterator[PatchReport]:
+    """:func:`apply` for a ``with`` block; a model that was patched before stays patched."""
+    before = is_applied(model)
+    report = apply(model, kernel=kernel, allow_unverified=allow_unverified)
+    try:
+        yield report
+    finally:
+        if not before:
+            revert(model)
+
+
+def supports(model_or_config: Any) -> Verdict:
+    """Whether a model or a config is supported by this release; all reasons if not.
+
+    The result is true in a condition when it is supported; nothing is changed.
+    """
+    release = compat.release()
+    reasons = []
+    try:
+        compat.check_release(release, allow_unverified=False)
+    except RuntimeError as error:
+        reasons.append(str(error))
+    if not isinstance(model_or_config, torch.nn.Module):
+        verdict = judge_config(model_or_config, release)
+        return Verdict(
+            verdict.subject,
+            verdict.family,
+            verdict.release,
+            (*reasons, *verdict.reasons),
+            verdict.notes,
+        )
+    found = detect(model_or_config, release)
+    name = found.family.family if found.family else None
+    return Verdict(
+        found.subject, name, str(release), (*reasons, *found.reasons), tuple(found.notes)
+    )
+
+

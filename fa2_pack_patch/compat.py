@@ -1,0 +1,117 @@
+"""Every fork on a version of Transformers or torch, in one place."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from typing import Any, Optional
+
+import torch
+from packaging.version import Version
+
+from .errors import UnsupportedReleaseError
+
+OLDEST = Version("4.34")
+#: The newest minor for which the matrix was run; patch releases of it are accepted.
+NEWEST = Version("5.24")
+
+_HUB_FLASH = re.compile(r"^[\w.-]+/[\w.-]*flash[\w.-]*(@[\w./-]+)?(:[\w.-]+)?$")
+
+
+def release() -> Version:
+    """The installed Transformers release."""
+    import transformers
+
+    return Version(transformers.__version__)
+
+
+def check_release(version: Version, *, allow_unverified: bool) -> Optional[str]:
+    """None for a verified release; a note when an unverified one is let through.
+
+    Raises:
+        UnsupportedReleaseError: older than 4.34, or newer than the newest verified release and
+            ``allow_unverified`` is false.
+    """
+    if version.release[:2] < OLDEST.release[:2]:
+        raise UnsupportedReleaseError(
+            f"transformers {version} is older than {OLDEST}, the oldest release that can be "
+            f"patched; install transformers {OLDEST} to {NEWEST}. The model is unchanged."
+        )
+    if version.release[:2] > NEWEST.release[:2]:
+        if not allow_unverified:
+            raise UnsupportedReleaseError(
+                f"transformers {version} is newer than {NEWEST}, the newest release this version "
+                "of fa2_pack_patch was verified with; the model is unchanged. Install an earlier "
+                "Transformers or a later fa2_pack_patch, or pass allow_unverified=True and compare "
+                "packed with separate yourself."
+            )
+        return f"transformers {version} is not verified (newest verified: {NEWEST})"
+    return None
+
+
+def flash_window_sees(handed: Optional[int], version: Version) -> Optional[int]:
+    """Keys a query sees, itself included, when the release hands ``handed`` to flash-attn.
+
+    Until 4.55 the window was ``(W, W)``, one key more than W; from 4.56.0 it is ``(W-1, W-1)``.
+    """
+    if not handed:
+        return None
+    return handed if version >= Version("4.56.0.dev0") else handed + 1
+
+
+def sdpa_softcap(version: Version) -> bool:
+    """Whether the release's sdpa function applies a softcap (before 5.21 it drops it silently)."""
+    return False
+
+
+def mask_placeholder(version: Version) -> bool:
+    """Whether the base model hands a ready 4-D mask on untouched (masking_utils, from 4.53).
+
+    Then a 1x1x1x1 placeholder keeps it from building a mask of tokens by tokens.
+    """
+    return version >= Version("4.53.0")
+
+
+def implementation_of(module: torch.nn.Module, config: Any, via: str) -> str:
+    """As what an attention module was loaded: its class tells (until 4.47), or its config."""
+    name = type(module).__name__
+    if via == "interface" or via == "dict":
+        return str(getattr(config, "_attn_implementation", None) or "eager")
+    if name.endswith("FlashAttention2"):
+        return "flash_attention_2"
+    if name.endswith("SdpaAttention"):
+        return "sdpa"
+    given = getattr(config, "_attn_implementation", None)
+    return "sdpa" if given == "sdpa" and getattr(module, "_use_sdpa", False) else "eager"
+
+
+def implementation_kind(name: str) -> Optional[str]:
+    """``eager``, ``sdpa`` or ``flash`` for an implementation name; None when it is not known."""
+    if name in ("eager", "sdpa"):
+        return name
+    if name in ("flash_attention_2", "flash_attention_3", "flash_attention_4"):
+        return "flash"
+    return "flash" if _HUB_FLASH.match(name) else None
+
+
+def autocast_dtype(device_type: str) -> Optional[torch.dtype]:
+    """The dtype of the autocast in force on ``device_type``, or None."""
+    if hasattr(torch, "get_autocast_dtype"):  # torch 2.4
+        if torch.is_autocast_enabled(device_type):
+            return torch.get_autocast_dtype(device_type)
+        return None
+    if device_type == "cuda" and torch.is_autocast_enabled():
+        return torch.get_autocast_gpu_dtype()
+    if device_type == "cpu" and torch.is_autocast_cpu_enabled():
+        return torch.get_autocast_cpu_dtype()
+    return None
+
+
+@lru_cache(maxsize=1)
+def storages_keep_attributes() -> bool:
+    """Whether a storage's Python object lives as long as the storage (torch 2.2 and later)."""
+    tensor = torch.zeros(1)
+    tensor.untyped_storage()._fa2_pack_patch_probe = True
+    alias = tensor.view(1, 1).detach()
+    del tensor
+    return getattr(alias.untyped_storage(), "_fa2_pack_patch_probe", False)

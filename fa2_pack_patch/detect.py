@@ -1,0 +1,291 @@
+"""Which family a model is, whether this release's code is the one known, and every reason if not."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+import torch
+from packaging.version import Version
+
+from . import compat
+from .interceptors import INTERCEPTORS
+from .registry import Family, Span, by_base_class, by_model_type, families
+
+_REFUSED_WRAPPERS = {
+    "DataParallel": "nn.DataParallel copies the model at each forward; use "
+    "DistributedDataParallel",
+}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a model or a config is supported; true in a condition when it is.
+
+    Attributes:
+        subject: what was looked at.
+        family: the family's name, where one was found.
+        release: the Transformers release it was judged for.
+        reasons: every reason against it; empty when it is supported.
+        notes: quirks of this family in this release.
+    """
+
+    subject: str
+    family: Optional[str]
+    release: str
+    reasons: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return not self.reasons
+
+    def __str__(self) -> str:
+        word = "supported" if self else "not supported"
+        head = f"{self.subject}: {word} (family {self.family}, transformers {self.release})"
+        lines = [f"  - {r}" for r in self.reasons] + [f"  note: {n}" for n in self.notes]
+        return "\n".join([head, *lines])
+
+
+@dataclass
+class Detection:
+    """A model taken apart: what :mod:`fa2_pack_patch.apply` needs to plan."""
+
+    subject: str
+    family: Optional[Family] = None
+    span: Optional[Span] = None
+    base: Optional[torch.nn.Module] = None
+    holders: list[torch.nn.Module] = field(default_factory=list)
+    pooled: dict[int, str] = field(default_factory=dict)
+    attention: list[tuple[str, torch.nn.Module]] = field(default_factory=list)
+    implementation: str = ""
+    reasons: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def class_of(module: torch.nn.Module) -> type:
+    """A module's class under the subclass that FSDP2 makes of it."""
+    cls = type(module)
+    if cls.__name__.startswith("FSDP") and any(c.__name__ == "FSDPModule" for c in cls.__mro__):
+        return cls.__mro__[2] if cls.__mro__[1].__name__ == "FSDPModule" else cls.__mro__[1]
+    return cls
+
+
+def is_pretrained(module: torch.nn.Module) -> bool:
+    """Whether a module is a Transformers model (its class, without importing Transformers)."""
+    return any(
+        c.__name__ == "PreTrainedModel" and c.__module__.startswith("transformers.")
+        for c in type(module).__mro__
+    )
+
+
+def find_base(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module, Family]]:
+    """The base models of known families inside ``model``."""
+    found = []
+    for name, module in model.named_modules():
+        cls = class_of(module)
+        family = by_base_class(cls.__module__, cls.__name__)
+        if family is not None:
+            found.append((name, module, family))
+    return found
+
+
+def detect(model: torch.nn.Module, release: Version) -> Detection:
+    """Take a model apart; all reasons against it are in the result."""
+    result = Detection(subject=type(model).__name__)
+    _wrappers(model, result)
+    bases = find_base(model)
+    if not bases:
+        result.reasons += _why_no_family(model)
+        return result
+    if len(bases) > 1:
+        names = ", ".join(f"{n or '(root)'}: {type(m).__name__}" for n, m, _ in bases)
+        result.reasons.append(
+            f"it holds {len(bases)} language models ({names}); apply to each by itself"
+        )
+        return result
+    _, base, family = bases[0]
+    result.base, result.family = base, family
+    config: Any = base.config
+    _holders(model, base, family, result)
+    result.span = _span(family, release, result)
+    result.reasons += config_reasons(config, family, release)
+    result.notes += [n.text for n in family.notes if n.releases.contains(release, prereleases=True)]
+    if result.span is not None:
+        _attention(base, family, result.span, config, release, result)
+    return result
+
+
+def _wrappers(model: torch.nn.Module, result: Detection) -> None:
+    for module in model.modules():
+        reason = _REFUSED_WRAPPERS.get(type(module).__name__)
+        if reason:
+            result.reasons.append(reason)
+
+
+def _holders(
+    model: torch.nn.Module, base: torch.nn.Module, family: Family, result: Detection
+) -> None:
+    """The models around the base: heads, PEFT wrappers; each must be known or harmless."""
+    around = [m for m in model.modules() if m is not base and any(c is base for c in m.modules())]
+    for module in around:
+        cls = class_of(module)
+        if is_pretrained(module):
+            if cls.__module__ != family.module:
+                result.reasons.append(
+                    f"its class {cls.__name__} comes from {cls.__module__}, not from "
+                    f"{family.module}"
+                )
+            elif cls.__name__ in family.pooled:
+                result.pooled[id(module)] = cls.__name__
+            elif cls.__name__ != family.causal and cls.__name__ not in family.per_token:
+                known = [family.causal, *family.per_token, *family.pooled]
+                result.reasons.append(f"the head {cls.__name__} is not known; known: {known}")
+            result.holders.append(module)
+        elif any(c.__name__ == "PeftModel" for c in cls.__mro__):
+            if getattr(getattr(module, "active_peft_config", None), "is_prompt_learning", False):
+                result.reasons.append(
+                    "PEFT prompt learning (prefix or prompt tuning) puts virtual tokens before "
+                    "each row, not each example; use LoRA or another adapter"
+                )
+            result.holders.append(module)
+
+
+def _span(family: Family, release: Version, result: Detection) -> Optional[Span]:
+    span = family.span(release)
+    if span is None:
+        result.reasons.append(
+            f"family {family.family} is known from transformers {family.since} on, not in {release}"
+        )
+    return span
+
+
+def config_reasons(config: Any, family: Family, release: Version) -> list[str]:
+    """The registry's refusals that a config meets."""
+    reasons = []
+    for refusal in family.refusals:
+        if not refusal.releases.contains(release, prereleases=True):
+            continue
+        if all(getattr(config, key, None) == value for key, value in refusal.when.items()):
+            when = ", ".join(f"{k}={v!r}" for k, v in refusal.when.items())
+            reasons.append(f"config has {when}: {refusal.reason}")
+    return reasons
+
+
+def _attention(
+    base: torch.nn.Module,
+    family: Family,
+    span: Span,
+    config: Any,
+    release: Version,
+    result: Detection,
+) -> None:
+    code = importlib.import_module(family.module)
+    known = {getattr(code, name) for name in span.classes if hasattr(code, name)}
+    result.attention = [(n, m) for n, m in base.named_modules() if class_of(m) in known]
+    layers = getattr(config, "num_hidden_layers", None)
+    if len(result.attention) != layers:
+        names = sorted({type(m).__name__ for _, m in base.named_modules() if _mixes(m)})
+        result.reasons.append(
+            f"{len(result.attention)} attention modules of {sorted(c.__name__ for c in known)} for "
+            f"{layers} layers; token-mixing modules found: {names or 'none'}"
+        )
+        return
+    for label, module in result.attention:
+        reason = _foreign(module, label)
+        if reason is not None:
+            result.reasons.append(reason)
+            break
+    first = result.attention[0][1]
+    result.implementation = compat.implementation_of(first, config, span.via)
+    if compat.implementation_kind(result.implementation) is None:
+        result.reasons.append(
+            f"loaded with attn_implementation={result.implementation!r}, which cannot be packed; "
+            "load with 'sdpa', 'eager', 'flash_attention_2', 'flash_attention_3' or a hub kernel "
+            "whose name says flash"
+        )
+    owner = class_of(first) if span.packed_class is None else getattr(code, span.packed_class, None)
+    if owner is None:
+        result.reasons.append(f"{family.module} has no class {span.packed_class}")
+        return
+    reason = INTERCEPTORS[span.via].missing(owner.forward, span.name, owner)
+    if reason is None:
+        reason = _not_its_own(owner)
+    if reason is not None:
+        result.reasons.append(reason)
+    if not getattr(first, "is_causal", True):
+        result.reasons.append(f"{result.attention[0][0]}.is_causal is false: not a causal decoder")
+
+
+def _mixes(module: torch.nn.Module) -> bool:
+    return bool(re.search(r"Attention|Mamba|Mixer|DeltaNet|Recurrent|Conv1d", type(module).__name__))
+
+
+def _not_its_own(owner: type) -> Optional[str]:
+    inner: Any = inspect.unwrap(owner.forward)  # type: ignore[attr-defined]
+    home = getattr(inner, "__module__", None)
+    if home == owner.__module__ and inner.__name__ == "forward":
+        return None
+    return (
+        f"{owner.__name__}.forward was replaced by {home}.{getattr(inner, '__qualname__', inner)}; "
+        "undo that patch, or apply fa2_pack_patch to a fresh process without it"
+    )
+
+
+def _foreign(module: torch.nn.Module, label: str) -> Optional[str]:
+    reason = _not_its_own(class_of(module))
+    if reason is not None:
+        return reason
+    forward = module.__dict__.get("forward")
+    if forward is None or "_hf_hook" in module.__dict__:
+        return None
+    inner = inspect.unwrap(getattr(forward, "func", forward))
+    home = getattr(inner, "__module__", None) or type(forward).__module__
+    return (
+        f"{label}.forward was replaced on the module itself by {home}; undo that patch before "
+        "apply"
+    )
+
+
+def _why_no_family(model: torch.nn.Module) -> list[str]:
+    pretrained = next((m for m in model.modules() if is_pretrained(m) or hasattr(m, "config")), None)
+    if pretrained is None:
+        return [f"{type(model).__name__} holds no Transformers model of a supported family"]
+    model_type = getattr(getattr(pretrained, "config", None), "model_type", None)
+    family = by_model_type(str(model_type))
+    if family is not None:
+        cls = type(pretrained)
+        return [
+            f"model_type {model_type!r} is supported as {family.module}.{family.base}, but no such "
+            f"module is in this {cls.__module__}.{cls.__name__} (remote code, or a class of "
+            "somebody else's); load it with trust_remote_code=False"
+        ]
+    return [_unknown(model_type)]
+
+
+def _unknown(model_type: Any) -> str:
+    known = sorted(t for f in families().values() for t in f.model_types)
+    return f"model_type {model_type!r} is not in the registry; supported: {', '.join(known)}"
+
+
+def judge_config(config: Any, release: Version, notes: Sequence[str] = ()) -> Verdict:
+    """The verdict on a config alone: family, release, and the registry's refusals."""
+    model_type = getattr(config, "model_type", None)
+    subject = f"config of model_type {model_type!r}"
+    family = by_model_type(str(model_type))
+    if family is None:
+        return Verdict(subject, None, str(release), (_unknown(model_type),))
+    reasons = []
+    if family.span(release) is None:
+        reasons.append(
+            f"family {family.family} is known from transformers {family.since} on, not in {release}"
+        )
+    reasons += config_reasons(config, family, release)
+    auto = getattr(config, "auto_map", None)
+    if auto:
+        notes = [*notes, f"the config has an auto_map ({sorted(auto)}): do not load remote code"]
+    own = [n.text for n in family.notes if n.releases.contains(release, prereleases=True)]
+    return Verdict(subject, family.family, str(release), tuple(reasons), tuple([*notes, *own]))

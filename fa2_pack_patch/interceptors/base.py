@@ -1,0 +1,168 @@
+"""What the interceptors share: running a forward with a name rebound, and the call to the kernel."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, Callable, Optional
+
+import torch
+
+from .. import compat, kernels
+from ..errors import PackingError
+
+if TYPE_CHECKING:
+    from ..patch import Site
+    from ..runs import Run
+
+
+class _NeverEqual:
+    """Stands for ``torch.float32`` in a forward, so that its own cast to half never happens."""
+
+
+class TorchWithoutFloat32:
+    """``torch`` as a flash class's forward sees it: no tensor has float32 dtype.
+
+    Those forwards cast fp32 query, key and value to half precision (4.34: always to fp16), which
+    would be wrong for a model in fp32; :func:`attend` casts where the weights are half precision.
+    """
+
+    float32 = _NeverEqual()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+class Interceptor(ABC):
+    """Runs one attention module's forward with our kernel in place of the release's."""
+
+    @abstractmethod
+    def missing(self, forward: Callable[..., Any], name: str, owner: type) -> Optional[str]:
+        """Why ``forward`` cannot be intercepted by ``name``, or None when it can."""
+
+    @abstractmethod
+    def run(self, site: Site, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The module's forward on a packed call."""
+
+
+def innermost(forward: Callable[..., Any]) -> types.FunctionType:
+    """The function under all decorators."""
+    inner = inspect.unwrap(forward)
+    assert isinstance(inner, types.FunctionType)
+    return inner
+
+
+def rebound(forward: Any, names: dict[str, Any]) -> Callable[..., Any]:
+    """``forward`` with some of its module's global names bound otherwise.
+
+    The globals are copied at each call, so what others rebind in the module (a fused rotary
+    function, say) is honoured. Decorators are kept: the cell that holds the wrapped function is
+    replaced.
+    """
+    wrapped = getattr(forward, "__wrapped__", None)
+    if wrapped is None:
+        return _copy(forward, {**forward.__globals__, **names}, forward.__closure__)
+    inner = rebound(wrapped, names)
+    cells = tuple(
+        types.CellType(inner) if cell.cell_contents is wrapped else cell
+        for cell in forward.__closure__ or ()
+    )
+    outer = _copy(forward, forward.__globals__, cells)
+    outer.__wrapped__ = inner  # type: ignore[attr-defined]
+    return outer
+
+
+def _copy(function: types.FunctionType, scope: dict[str, Any], closure: Any) -> types.FunctionType:
+    copy = types.FunctionType(
+        function.__code__, scope, function.__name__, function.__defaults__, closure
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def uses_name(forward: Callable[..., Any], name: str) -> bool:
+    """Whether the function's code refers to ``name``, as a global or an attribute."""
+    return name in innermost(forward).__code__.co_names
+
+
+def attend(
+    site: Site,
+    run: Run,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    heads_first: bool,
+    scale: Optional[float],
+    handed_window: Optional[int],
+    softcap: Optional[float],
+    dropout: Any,
+) -> torch.Tensor:
+    """Attention of a packed batch, example by example.
+
+    Args:
+        site: the attention module and what is known of it.
+        run: the forward's layout.
+        query: ``(rows, heads, tokens, head_dim)`` if ``heads_first``, else
+            ``(rows, tokens, heads, head_dim)``; key and value alike, with their own heads.
+        heads_first: see ``query``.
+        scale: of the scores; None for ``head_dim**-0.5``.
+        handed_window: the sliding window as the release's code hands it to its kernel.
+        softcap: of the scores, as the release's code hands it over.
+        dropout: probability, or an ``nn.Dropout`` (Falcon in 4.34).
+
+    Returns:
+        ``(rows, tokens, heads, head_dim)`` in the dtype of ``query`` after the cast to half.
+
+    Raises:
+        PackingError: key and query of different lengths.
+    """
+    if heads_first:
+        query, key, value = (t.transpose(1, 2) for t in (query, key, value))
+    rows, tokens = query.shape[:2]
+    layout = run.layout
+    if rows * tokens != layout.tokens or key.shape[:2] != query.shape[:2]:
+        raise PackingError(
+            f"layer {site.index} of {site.label}: {rows} rows of {tokens} queries and "
+            f"{key.shape[1]} keys do not fit the {layout.tokens} tokens of this packed call; "
+            "a cache cannot go with packed rows: pass use_cache=False and no past_key_values."
+        )
+    dtype = _target_dtype(site.module, query, key, value)
+    q, k, v = (t.reshape(layout.tokens, t.shape[2], t.shape[3]).to(dtype) for t in (query, key, value))
+    scale, window, softcap = site.core(scale, handed_window, softcap)
+    if isinstance(dropout, torch.nn.Dropout):
+        dropout = dropout.p
+    dropout = float(dropout or 0.0) if site.module.training else 0.0
+    call = kernels.AttentionCall(
+        device=q.device,
+        dtype=q.dtype,
+        heads=q.shape[1],
+        kv_heads=k.shape[1],
+        head_dim=q.shape[2],
+        window=window,
+        softcap=softcap,
+        dropout=dropout,
+        needs_grad=torch.is_grad_enabled() and (q.requires_grad or k.requires_grad),
+    )
+    kernel = kernels.choose(site.patch.kernel, call)
+    out = kernel(
+        q, k, v, layout.to(q.device), scale=scale, window=window, softcap=softcap, dropout=dropout
+    )
+    run.done.add(site.index)
+    return out.view(rows, tokens, q.shape[1], v.shape[2])
+
+
+def _target_dtype(module: torch.nn.Module, *tensors: torch.Tensor) -> torch.dtype:
+    # What Transformers does for fp32 from PEFT's norms: autocast, quantisation, or the weights say.
+    kinds = {t.dtype for t in tensors}
+    if torch.float32 not in kinds:
+        return tensors[0].dtype
+    dtype = compat.autocast_dtype(tensors[0].device.type)
+    if dtype is None:
+        config = getattr(module, "config", None)
+        dtype = getattr(config, "_pre_quantization_dtype", None)
+    if dtype is None:
+        weights = (m.weight.dtype for m in module.modules() if isinstance(m, torch.nn.Linear))
+        dtype = next((d for d in weights if d.is_floating_point), torch.float32)
+    return dtype

@@ -1,0 +1,52 @@
+"""4.43 to 4.47, and Falcon to this day: the module-level ``_flash_attention_forward``."""
+
+from __future__ import annotations
+
+import inspect
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Callable, Optional
+
+from .base import Interceptor, TorchWithoutFloat32, attend, rebound, uses_name
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..patch import Site
+    from ..runs import Run
+
+
+@lru_cache(maxsize=1)
+def _parameters() -> tuple[str, ...]:
+    from transformers.modeling_flash_attention_utils import _flash_attention_forward
+
+    return tuple(inspect.signature(_flash_attention_forward).parameters)
+
+
+class _Function(Interceptor):
+    def missing(self, forward: Callable[..., Any], name: str, owner: type) -> Optional[str]:
+        if uses_name(forward, name):
+            return None
+        return f"{owner.__name__}.forward does not call {name}; its code is not the one verified"
+
+    def run(self, site: Site, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def attention(*given: Any, **named: Any) -> torch.Tensor:
+            # The release's own parameter order: 4.44 put position_ids before softmax_scale.
+            values = {**dict(zip(_parameters(), given)), **named}
+            return attend(
+                site,
+                run,
+                values["query_states"],
+                values["key_states"],
+                values["value_states"],
+                heads_first=False,
+                scale=values.get("softmax_scale"),
+                handed_window=values.get("sliding_window"),
+                softcap=values.get("softcap"),
+                dropout=values.get("dropout", 0.0),
+            )
+
+        names = {site.span.name: attention, "torch": TorchWithoutFloat32()}
+        return rebound(site.forward, names)(site.module, *args, **kwargs)
+
+
+INTERCEPTOR = _Function()

@@ -1,0 +1,77 @@
+"""4.48 and later: the registry ``ALL_ATTENTION_FUNCTIONS`` and ``eager_attention_forward``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Callable, Optional
+
+import torch
+
+from ..errors import PackingError
+from .base import Interceptor, attend, rebound, uses_name
+
+if TYPE_CHECKING:
+    from ..patch import Site
+    from ..runs import Run
+
+
+class _Only:
+    """A registry that knows one function, whatever it is asked for."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def __getitem__(self, name: str) -> Callable[..., Any]:
+        return self.function
+
+    def __contains__(self, name: str) -> bool:
+        return True
+
+    def get(self, name: str, default: Any = None) -> Callable[..., Any]:
+        return self.function
+
+    def get_interface(self, name: str, default: Any = None) -> Callable[..., Any]:
+        return self.function
+
+
+class _Interface(Interceptor):
+    def missing(self, forward: Callable[..., Any], name: str, owner: type) -> Optional[str]:
+        if uses_name(forward, name):
+            return None
+        return f"{owner.__name__}.forward does not use {name}; its code is not the one verified"
+
+    def run(self, site: Site, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def attention(
+            module: torch.nn.Module,
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            attention_mask: Any = None,
+            *_: Any,
+            scaling: Optional[float] = None,
+            dropout: Any = 0.0,
+            sliding_window: Optional[int] = None,
+            softcap: Optional[float] = None,
+            s_aux: Any = None,
+            **__: Any,
+        ) -> tuple[torch.Tensor, None]:
+            if s_aux is not None:
+                raise PackingError(f"{site.label}: attention sinks (s_aux) cannot be packed yet.")
+            out = attend(
+                site,
+                run,
+                query,
+                key,
+                value,
+                heads_first=True,
+                scale=scaling,
+                handed_window=sliding_window,
+                softcap=softcap,
+                dropout=dropout,
+            )
+            return out, None
+
+        names = {site.span.name: _Only(attention), "eager_attention_forward": attention}
+        return rebound(site.forward, names)(site.module, *args, **kwargs)
+
+
+INTERCEPTOR = _Interface()

@@ -1,0 +1,79 @@
+"""4.34 to 4.42: the method ``_flash_attention_forward`` of the flash class, or GPT-J's ``_attn``."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any, Callable, Optional
+
+import torch
+
+from ..runs import CURRENT
+from .base import Interceptor, TorchWithoutFloat32, attend, rebound, uses_name
+
+if TYPE_CHECKING:
+    from ..patch import Site
+    from ..runs import Run
+
+
+class PackedMethod:
+    """Stands for the method on one module; without a packed call in force it is the original."""
+
+    def __init__(self, site: Site) -> None:
+        self.site = site
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        run, site = CURRENT.get(), self.site
+        name = site.span.name
+        if run is None:
+            return getattr(type(site.module), name)(site.module, *args, **kwargs)
+        if name == "_attn":
+            return self._core(run, *args, **kwargs)
+        names = list(inspect.signature(getattr(site.owner, name)).parameters)[1:]
+        values = {**dict(zip(names, args)), **kwargs}
+        sliding = values.get("use_sliding_windows", False)
+        return attend(
+            site,
+            run,
+            values["query_states"],
+            values["key_states"],
+            values["value_states"],
+            heads_first=False,
+            scale=values.get("softmax_scale"),
+            handed_window=getattr(site.config, "sliding_window", None) if sliding else None,
+            softcap=values.get("softcap"),
+            dropout=values.get("dropout", 0.0),
+        )
+
+    def _core(
+        self, run: Run, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, None]:
+        out = attend(
+            self.site,
+            run,
+            query,
+            key,
+            value,
+            heads_first=True,
+            scale=None,
+            handed_window=None,
+            softcap=None,
+            dropout=getattr(self.site.module, "attn_dropout", 0.0),
+        )
+        return out.transpose(1, 2), None
+
+
+class _Method(Interceptor):
+    def missing(self, forward: Callable[..., Any], name: str, owner: type) -> Optional[str]:
+        if not callable(getattr(owner, name, None)):
+            return f"{owner.__name__} has no method {name}; its code is not the one verified"
+        if uses_name(forward, name):
+            return None
+        return f"{owner.__name__}.forward does not call {name}; its code is not the one verified"
+
+    def run(self, site: Site, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # _flash_supports_window_size exists only where flash-attn was importable.
+        names = {"torch": TorchWithoutFloat32(), "_flash_supports_window_size": True}
+        return rebound(site.forward, names)(site.module, *args, **kwargs)
+
+
+INTERCEPTOR = _Method()

@@ -1,0 +1,335 @@
+"""Where the examples are in a batch that is laid end to end.
+
+Knows nothing of Transformers. The rules of :func:`read_boundaries` are the ones in the README:
+a row's first token starts an example, and so does each token whose position is not greater than
+the one before it; a jump forward does not. Padding is one example for each run of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Optional, Union
+
+import torch
+
+from .errors import PackingError
+
+_SHOWN = 24
+
+
+def quote(values: object) -> str:
+    """The caller's own values, shortened to fit into an error message."""
+    if isinstance(values, torch.Tensor):
+        values = values.detach().cpu().tolist()
+    if isinstance(values, (list, tuple)) and len(values) > _SHOWN:
+        head = ", ".join(str(v) for v in values[:_SHOWN])
+        return f"[{head}, … {len(values)} in all]"
+    return str(values)
+
+
+@dataclass(frozen=True)
+class PackedLayout:
+    """The examples of a batch of ``rows * tokens_per_row`` tokens, flattened row by row.
+
+    Attributes:
+        cu_seqlens: int32 ``(examples + 1,)``, from 0 to ``tokens``, strictly increasing.
+        lengths: tokens of each example, Python ints; their sum is ``tokens``.
+        max_seqlen: the longest example, in tokens, a Python int.
+        tokens: all tokens of the batch, padding included.
+        padding: for each example whether it is a run of padding and no example of the caller's.
+    """
+
+    cu_seqlens: torch.Tensor
+    lengths: tuple[int, ...]
+    max_seqlen: int
+    tokens: int
+    padding: tuple[bool, ...] = ()
+    _moved: dict[str, PackedLayout] = field(
+        default_factory=dict, repr=False, compare=False, hash=False
+    )
+
+    @property
+    def examples(self) -> int:
+        """How many examples there are, runs of padding included."""
+        return len(self.lengths)
+
+    @property
+    def starts(self) -> list[int]:
+        """The index of each example's first token in the flattened batch."""
+        result, start = [], 0
+        for length in self.lengths:
+            result.append(start)
+            start += length
+        return result
+
+    @classmethod
+    def from_lengths(
+        cls,
+        lengths: Sequence[int],
+        *,
+        device: Union[str, torch.device] = "cpu",
+        padding: Optional[Sequence[bool]] = None,
+    ) -> PackedLayout:
+        """A layout from the tokens of each example, in order; costs no synchronisation.
+
+        Raises:
+            PackingError: no lengths, or one that is not a positive integer.
+        """
+        counts = tuple(int(n) for n in lengths)
+        if not counts or any(n < 1 for n in counts) or any(n != m for n, m in zip(counts, lengths)):
+            raise PackingError(
+                f"lengths must be one or more positive integers, got {quote(list(lengths))}; "
+                "leave out empty examples."
+            )
+        total = sum(counts)
+        if total >= 2**31:
+            raise PackingError(f"lengths add up to {total} tokens; cu_seqlens is int32: split it.")
+        flags = tuple(bool(p) for p in padding) if padding is not None else (False,) * len(counts)
+        if len(flags) != len(counts):
+            raise PackingError(
+                f"padding has {len(flags)} flags for {len(counts)} lengths; give one for each."
+            )
+        cu = torch.zeros(len(counts) + 1, dtype=torch.int32)
+        torch.cumsum(torch.tensor(counts, dtype=torch.int32), 0, dtype=torch.int32, out=cu[1:])
+        return cls(upload(cu, torch.device(device)), counts, max(counts), total, flags)
+
+    @classmethod
+    def from_cu_seqlens(
+        cls, cu_seqlens: Union[torch.Tensor, Sequence[int]], *, tokens: Optional[int] = None
+    ) -> PackedLayout:
+        """A layout from cumulative lengths ``(examples + 1,)`` (read on the host).
+
+        Raises:
+            PackingError: not one-dimensional, not from 0, not strictly increasing, or not
+                ending at ``tokens`` where that is given.
+        """
+        given = torch.as_tensor(cu_seqlens)
+        host = given.detach().cpu()
+        if host.dim() != 1 or host.numel() < 2 or host.is_floating_point():
+            raise PackingError(
+                "cu_seqlens must be integers of shape (examples + 1,), got "
+                f"{host.dtype} of shape {tuple(host.shape)}."
+            )
+        ends = [int(x) for x in host.tolist()]
+        lengths = [b - a for a, b in zip(ends, ends[1:])]
+        if ends[0] != 0 or min(lengths) < 1:
+            raise PackingError(
+                f"cu_seqlens must start at 0 and increase strictly, got {quote(ends)}; "
+                "leave out empty examples."
+            )
+        if tokens is not None and ends[-1] != tokens:
+            raise PackingError(
+                f"cu_seqlens ends at {ends[-1]}, but the batch has {tokens} tokens "
+                f"(rows times tokens a row): {quote(ends)}. Count padding as an example of its own."
+            )
+        return cls.from_lengths(lengths, device=given.device)
+
+    @classmethod
+    def from_position_ids(
+        cls, position_ids: torch.Tensor, attention_mask: Optional[torch.Tensor] = None
+    ) -> PackedLayout:
+        """The layout of a batch by its position resets (one synchronisation on a GPU).
+
+        Args:
+            position_ids: int32 or int64, ``(tokens,)`` or ``(rows, tokens)``.
+            attention_mask: ``(rows, tokens)``: 0/1, or segment ids (1,1,2,2,0).
+
+        Raises:
+            PackingError: contradictory or malformed input.
+        """
+        ids = check_position_ids(position_ids)
+        mask = None if attention_mask is None else attention_mask.detach().cpu()
+        host = ids.detach().cpu().to(torch.int64)
+        found = read_boundaries(host, mask, always=True)
+        assert found is not None
+        return cls.from_lengths(found.lengths, device=ids.device, padding=found.padding)
+
+    @classmethod
+    def from_segment_ids(cls, segment_ids: torch.Tensor) -> PackedLayout:
+        """The layout of ``(rows, tokens)`` segment ids: 1,1,2,2,3,0 with 0 for padding."""
+        host = segment_ids.detach().cpu()
+        if host.dim() == 1:
+            host = host[None]
+        found = read_boundaries(None, host, always=True)
+        assert found is not None
+        return cls.from_lengths(found.lengths, device=segment_ids.device, padding=found.padding)
+
+    def to(self, device: Union[str, torch.device]) -> PackedLayout:
+        """The same layout with ``cu_seqlens`` on ``device``; kept, so that layers share it."""
+        device = torch.device(device)
+        mine = self.cu_seqlens.device
+        if mine.type == device.type and (device.index is None or mine.index == device.index):
+            return self
+        key = str(device)
+        if key not in self._moved:
+            cu = upload(self.cu_seqlens, device)
+            moved = PackedLayout(cu, self.lengths, self.max_seqlen, self.tokens, self.padding)
+            self._moved[key] = moved
+        return self._moved[key]
+
+    def split(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """``tensor`` cut into its examples, padding left out.
+
+        Args:
+            tensor: ``(rows, tokens, ...)`` or ``(tokens, ...)``, ``tokens`` in all.
+
+        Returns:
+            One ``(length, ...)`` view for each example that is not padding.
+
+        Raises:
+            PackingError: the tensor has another number of tokens.
+        """
+        flat = tensor
+        if tensor.dim() > 1 and tensor.shape[0] != self.tokens:
+            flat = tensor.reshape(-1, *tensor.shape[2:])
+        if flat.shape[0] != self.tokens:
+            raise PackingError(
+                f"this layout has {self.tokens} tokens, got a tensor of shape "
+                f"{tuple(tensor.shape)}; give (rows, tokens, ...) or (tokens, ...)."
+            )
+        parts = torch.split(flat, list(self.lengths))
+        return [p for p, pad in zip(parts, self.padding or (False,) * self.examples) if not pad]
+
+    def mask(self) -> torch.Tensor:
+        """Which token sees which: bool ``(tokens, tokens)``; the slow oracle of the tests."""
+        index = torch.arange(self.examples, device=self.cu_seqlens.device)
+        lengths = self.cu_seqlens.diff()
+        owner = torch.repeat_interleave(index, lengths)
+        return (owner[:, None] == owner[None, :]).tril()
+
+    def positions(self) -> torch.Tensor:
+        """int64 ``(tokens,)`` on the CPU: each token's place in its example, from 0."""
+        return torch.cat([torch.arange(n) for n in self.lengths])
+
+
+@dataclass(frozen=True)
+class Boundaries:
+    """What :func:`read_boundaries` found: example lengths, and which are padding."""
+
+    lengths: list[int]
+    padding: list[bool]
+
+
+def upload(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A CPU tensor on ``device`` without waiting for the device."""
+    if device.type == "cuda" and host.device.type == "cpu":
+        return host.pin_memory().to(device, non_blocking=True)
+    return host.to(device)
+
+
+def check_position_ids(position_ids: torch.Tensor) -> torch.Tensor:
+    """``position_ids`` as ``(rows, tokens)``, or a :class:`PackingError` that quotes it."""
+    if position_ids.dim() not in (1, 2):
+        raise PackingError(
+            f"position_ids must be (rows, tokens), got shape {tuple(position_ids.shape)}; "
+            "three-dimensional (multimodal) positions are not supported."
+        )
+    if position_ids.is_floating_point() or position_ids.dtype == torch.bool:
+        raise PackingError(f"position_ids must be int32 or int64, got {position_ids.dtype}.")
+    return position_ids[None] if position_ids.dim() == 1 else position_ids
+
+
+def read_boundaries(
+    position_ids: Optional[torch.Tensor],
+    attention_mask: Optional[torch.Tensor],
+    *,
+    always: bool = False,
+) -> Optional[Boundaries]:
+    """The examples of a batch, or None when it is not packed.
+
+    Args:
+        position_ids: int64 ``(rows, tokens)`` on the CPU, or None.
+        attention_mask: ``(rows, tokens)`` on the CPU: 0/1 or segment ids, or None.
+        always: give the boundaries of a batch that is not packed too.
+
+    Raises:
+        PackingError: a mask of another shape or with negative values, an example interrupted by
+            padding, or positions that start anew inside one segment.
+    """
+    shaped = position_ids if position_ids is not None else attention_mask
+    assert shaped is not None
+    rows, tokens = shaped.shape
+    real, segments = _read_mask(attention_mask, rows, tokens)
+    start = torch.zeros(rows, tokens, dtype=torch.bool)
+    start[:, 0] = True
+    both = real[:, 1:] & real[:, :-1]
+    resets = torch.zeros(rows, tokens - 1, dtype=torch.bool)
+    if position_ids is not None:
+        resets = (position_ids[:, 1:] <= position_ids[:, :-1]) & both
+    if segments is None:
+        inner = resets
+    else:
+        inner = (segments[:, 1:] != segments[:, :-1]) & both
+        bad = (resets & ~inner).nonzero()
+        if len(bad) and bool(inner.any() or always):
+            row, at = (int(x) for x in bad[0])
+            assert position_ids is not None
+            raise PackingError(
+                f"contradictory boundaries in row {row}: position_ids start anew at token "
+                f"{at + 1} ({quote(position_ids[row])}), but the segment ids of attention_mask go "
+                f"on ({quote(segments[row])}). Give one of the two, or make them agree."
+            )
+    start[:, 1:] |= inner | (real[:, 1:] != real[:, :-1])
+    packed = bool(inner.any())
+    hole = None
+    if not bool(real.all()):
+        gap_packed, hole = _across_gaps(position_ids, segments, real)
+        packed = packed or gap_packed
+    if not packed and not always:
+        return None
+    if packed and hole is not None:
+        row, before, after = hole
+        what = segments if segments is not None else position_ids
+        assert what is not None
+        raise PackingError(
+            f"row {row}: the example at token {before} goes on at token {after}, after padding "
+            f"({quote(what[row])}). In a packed row an example must not be interrupted by padding; "
+            "move the padding to its end."
+        )
+    at = start.flatten().nonzero().flatten()
+    ends = torch.cat([at, torch.tensor([rows * tokens])])
+    return Boundaries(ends.diff().tolist(), (~real).flatten()[at].tolist())
+
+
+def _read_mask(
+    mask: Optional[torch.Tensor], rows: int, tokens: int
+) -> tuple[torch.Tensor, Optional[torch.Tensor]]:
+    if mask is None:
+        return torch.ones(rows, tokens, dtype=torch.bool), None
+    if mask.dim() != 2 or tuple(mask.shape) != (rows, tokens):
+        raise PackingError(
+            f"attention_mask must be (rows, tokens) = ({rows}, {tokens}) with 0/1 or segment ids, "
+            f"got shape {tuple(mask.shape)}; encoder, prefix and 4-D masks cannot go with packed "
+            "rows."
+        )
+    if mask.dtype == torch.bool:
+        return mask, None
+    fractions = mask.is_floating_point() and bool((mask != mask.round()).any())
+    if fractions or bool((mask < 0).any()):
+        raise PackingError(
+            f"attention_mask must hold 0/1 or segment ids 0, 1, 2, …, got {quote(mask.flatten())}."
+        )
+    real = mask != 0
+    return real, (mask.to(torch.int64) if bool((mask > 1).any()) else None)
+
+
+def _across_gaps(
+    positions: Optional[torch.Tensor], segments: Optional[torch.Tensor], real: torch.Tensor
+) -> tuple[bool, Optional[tuple[int, int, int]]]:
+    """Over padding inside a row: is there a boundary, and where does an example go on?"""
+    keys = segments if segments is not None else positions
+    if keys is None:
+        return False, None
+    index = torch.arange(real.shape[1]).expand_as(real)
+    last = torch.where(real, index, torch.full_like(index, -1)).cummax(dim=1).values
+    before = last[:, :-1]
+    gap = real[:, 1:] & ~real[:, :-1] & (before >= 0)
+    earlier = keys[:, :-1].gather(1, before.clamp(min=0)) if len(keys) else keys[:, :-1]
+    goes_on = keys[:, 1:] == earlier if segments is not None else keys[:, 1:] > earlier
+    holes = (gap & goes_on).nonzero()
+    hole = None
+    if len(holes):
+        row, at = (int(x) for x in holes[0])
+        hole = (row, int(before[row, at]), at + 1)
+    return bool((gap & ~goes_on).any()), hole

@@ -1,0 +1,213 @@
+"""The state of one patched model: its attention sites, its edits, and how to undo them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Callable, Optional
+
+import torch
+from packaging.version import Version
+
+from . import compat
+from .registry import Family, Span
+from .rope import RopeRule
+from .runs import Runs
+
+#: Where a patched base model keeps its :class:`Patch`.
+ATTRIBUTE = "_fa2_pack_patch"
+
+_ABSENT = "<absent>"
+
+_HOOK_DICTIONARIES = (
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)
+
+
+@dataclass
+class Site:
+    """One attention module of a patched model."""
+
+    patch: Patch
+    module: torch.nn.Module
+    index: int
+    label: str
+
+    @property
+    def family(self) -> Family:
+        return self.patch.family
+
+    @property
+    def span(self) -> Span:
+        return self.patch.span
+
+    @property
+    def config(self) -> Any:
+        return self.patch.config
+
+    @property
+    def owner(self) -> type:
+        """The class whose forward runs on packed calls."""
+        if self.span.packed_class is None:
+            return type(self.module)
+        owner = getattr(sys.modules[self.family.module], self.span.packed_class)
+        assert isinstance(owner, type)
+        return owner
+
+    @property
+    def forward(self) -> Callable[..., Any]:
+        return self.owner.forward  # type: ignore[attr-defined,no-any-return]
+
+    def core(
+        self, scale: Optional[float], handed_window: Optional[int], softcap: Optional[float]
+    ) -> tuple[Optional[float], Optional[int], Optional[float]]:
+        """Scale, window (keys a query sees, itself included) and softcap of this layer.
+
+        Packed must equal what this very model gives for each example alone, so for a flash
+        implementation they are what the release hands to flash-attn, and for eager and sdpa what
+        its masks and its core do, by the registry's reference rules.
+        """
+        version = self.patch.release
+        name = compat.implementation_of(self.module, self.config, self.span.via)
+        if compat.implementation_kind(name) == "flash":
+            return scale, compat.flash_window_sees(handed_window, version), softcap or None
+        rule = self.family.reference(version, name)
+        if rule is None:
+            return scale, None, None
+        if rule.scale == "default":
+            scale = None
+        if rule.softcap:
+            softcap = getattr(self.config, "attn_logit_softcapping", None)
+        return scale, self._reference_window(rule, handed_window), softcap if rule.softcap else None
+
+    def _reference_window(self, rule: Any, handed_window: Optional[int]) -> Optional[int]:
+        width = getattr(self.config, "sliding_window", None)
+        if rule.window == "none" or not width:
+            return None
+        if rule.condition and not getattr(self.config, rule.condition, None):
+            return None
+        layer = getattr(self.module, "layer_idx", self.index)
+        if rule.layers == "kernel" and not handed_window:
+            return None
+        if rule.layers == "even" and layer % 2:
+            return None
+        if rule.layers == "layer_types":
+            types = getattr(self.config, "layer_types", None)
+            if types is None or types[layer] != "sliding_attention":
+                return None
+        return int(width) + (1 if rule.window == "W+1" else 0)
+
+
+@dataclass
+class Edit:
+    """One reversible change: an instance attribute, or a hook."""
+
+    target: torch.nn.Module
+    name: str
+    value: Any
+    hook: Optional[str] = None  # "pre" or "post"
+    before: Any = _ABSENT
+    hook_id: Optional[int] = None
+
+    def commit(self) -> None:
+        if self.hook == "pre":
+            handle = self.target.register_forward_pre_hook(self.value, with_kwargs=True)
+            self.hook_id = handle.id
+        elif self.hook == "post":
+            handle = self.target.register_forward_hook(self.value, with_kwargs=True)
+            self.hook_id = handle.id
+        else:
+            self.before = self.target.__dict__.get(self.name, _ABSENT)
+            self.target.__dict__[self.name] = self.value
+
+    def undo(self) -> None:
+        if self.hook is not None:
+            for name in _HOOK_DICTIONARIES:
+                getattr(self.target, name, {}).pop(self.hook_id, None)
+        elif self.target.__dict__.get(self.name, _ABSENT) is self.value:
+            if self.before is _ABSENT or self.before == _ABSENT:
+                del self.target.__dict__[self.name]
+            else:
+                self.target.__dict__[self.name] = self.before
+
+    def __str__(self) -> str:
+        what = f"{self.hook} hook" if self.hook else self.name
+        return f"{type(self.target).__name__}: {what}"
+
+
+@dataclass(frozen=True)
+class PatchReport:
+    """What :func:`fa2_pack_patch.apply` did.
+
+    Attributes:
+        family: the registry's family name.
+        release: the installed Transformers.
+        implementation: as what the model was loaded (``eager``, ``sdpa``, …).
+        interceptor: ``method``, ``function``, ``dict`` or ``interface``.
+        kernel: the kernel that would serve the model as it is now.
+        layers: attention modules patched.
+        verified: whether this release is one of the verified ones.
+        notes: anything the user should know, in sentences.
+        edits: each change that was made, for the curious.
+    """
+
+    family: str
+    release: str
+    implementation: str
+    interceptor: str
+    kernel: str
+    layers: int
+    verified: bool = True
+    notes: tuple[str, ...] = ()
+    edits: tuple[str, ...] = field(default=(), repr=False)
+
+    def __str__(self) -> str:
+        lines = [
+            f"fa2_pack_patch: {self.family}, {self.layers} attention layers, "
+            f"transformers {self.release}" + ("" if self.verified else " (not verified)"),
+            f"  loaded as {self.implementation}, reached by {self.interceptor}, "
+            f"kernel {self.kernel}",
+        ]
+        return "\n".join(lines + [f"  note: {note}" for note in self.notes])
+
+
+class Patch:
+    """Everything that is known of one patched model; copied and pickled with it."""
+
+    def __init__(
+        self, family: Family, span: Span, release: Version, config: Any, kernel: str
+    ) -> None:
+        self.family = family
+        self.span = span
+        self.release = release
+        self.config = config
+        self.kernel = kernel
+        self.rope: Optional[RopeRule] = None
+        self.sites: list[Site] = []
+        self.edits: list[Edit] = []
+        self.runs = Runs()
+        self.report: Optional[PatchReport] = None
+
+    def commit(self, edits: Sequence[Edit]) -> None:
+        """Make all edits, or none of them."""
+        done: list[Edit] = []
+        try:
+            for edit in edits:
+                done.append(edit)
+                edit.commit()
+        except BaseException:
+            for edit in reversed(done):
+                edit.undo()
+            raise
+        self.edits = done
+
+    def undo(self) -> None:
+        """Put back exactly what was there."""
+        for edit in reversed(self.edits):
+            edit.undo()
+        self.edits = []

@@ -1,0 +1,107 @@
+"""Rotary embeddings whose phases depend on the row, where packed may differ from separate.
+
+Default, linear, yarn and llama3 rotary embeddings take each token's phase from its own position and
+are right by themselves. Dynamic NTK rescales every phase by the longest position of the call, and
+longrope picks its factors by it, so one long example would change its neighbours.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Optional
+
+import torch
+
+from .errors import PackingError
+from .layout import PackedLayout
+from .runs import CURRENT
+
+
+@dataclass(frozen=True)
+class RopeRule:
+    """``kind`` is "dynamic" or "longrope"; beyond ``limit`` positions the phases change."""
+
+    kind: str
+    limit: int
+
+
+def rope_rule(config: Any) -> Optional[RopeRule]:
+    """The rule of a model's config, or None when its rope treats each token by itself."""
+    for holder in (getattr(config, "rope_scaling", None), getattr(config, "rope_parameters", None)):
+        for raw in _flatten(holder):
+            kind = raw.get("rope_type", raw.get("type"))
+            if kind == "dynamic":
+                original = raw.get("original_max_position_embeddings")
+                return RopeRule("dynamic", int(original or config.max_position_embeddings))
+            if kind in ("longrope", "su"):
+                limit = (
+                    getattr(config, "original_max_position_embeddings", None)
+                    or raw.get("original_max_position_embeddings")
+                    or config.max_position_embeddings
+                )
+                return RopeRule("longrope", int(limit))
+    return None
+
+
+def _flatten(holder: Any) -> list[dict[str, Any]]:
+    if not isinstance(holder, dict):
+        return []
+    nested = [v for v in holder.values() if isinstance(v, dict)]
+    return nested or [holder]
+
+
+def check_lengths(rule: RopeRule, layout: PackedLayout, reach: Sequence[int]) -> None:
+    """Refuse a call in which one example would change its neighbours' phases.
+
+    Args:
+        rule: the model's rule.
+        layout: the examples of the call.
+        reach: each example's largest position plus one.
+
+    Raises:
+        PackingError: names the example.
+    """
+    real = [i for i in range(layout.examples) if not (layout.padding and layout.padding[i])]
+    longest = max(real, key=lambda i: reach[i])
+    if reach[longest] <= rule.limit:
+        return
+    if rule.kind == "dynamic":
+        others = [i for i in real if reach[i] != reach[longest]]
+        effect = "rescales the rotary phases of the whole call by its longest example"
+    else:
+        others = [i for i in real if reach[i] <= rule.limit]
+        effect = "switches the whole call to its long factors for its longest example"
+    if others:
+        raise PackingError(
+            f"example {longest} reaches position {reach[longest] - 1}, beyond the {rule.limit} "
+            f"positions up to which this model's {rule.kind} rope is constant; the model {effect}, "
+            f"which would change example {others[0]} (up to position {reach[others[0]] - 1}) and "
+            f"{len(others) - 1} more. Run example {longest} in a call of its own, or with examples "
+            + ("of its length." if rule.kind == "dynamic" else "beyond that limit too.")
+        )
+
+
+class RotaryByExample:
+    """Stands for a rotary module's forward that is told the row's length: tells the example's."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        run = CURRENT.get()
+        forward = type(self.module).forward
+        if run is None:
+            return forward(self.module, *args, **kwargs)
+        bound = inspect.signature(forward).bind(self.module, *args, **kwargs)
+        if bound.arguments.get("seq_len") is not None:
+            bound.arguments["seq_len"] = run.longest
+        return forward(*bound.args, **bound.kwargs)
+
+
+def takes_row_length(module: Any) -> bool:
+    """Whether a rotary module's forward has a ``seq_len`` argument."""
+    if not isinstance(module, torch.nn.Module):
+        return False
+    return "seq_len" in inspect.signature(type(module).forward).parameters

@@ -1,0 +1,106 @@
+"""One packed forward and how its attention layers find it again.
+
+A :class:`Run` is bound to the *storage* of the ``position_ids`` that the base model is given: every
+attention module receives views of that storage, in recomputes of activation checkpointing too. So
+two forwards before one backward, or a teacher beside a student, each see their own.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from contextvars import ContextVar
+from typing import Any, Optional
+
+import torch
+
+from .compat import storages_keep_attributes
+from .errors import PackingError
+from .layout import PackedLayout, quote
+
+_ATTRIBUTE = "_fa2_pack_patch_run"
+_KEPT = 128
+
+#: The run of the attention module that is executing, for interception points without position_ids.
+CURRENT: ContextVar[Optional[Run]] = ContextVar("fa2_pack_patch_run", default=None)
+
+
+class Run:
+    """The layout of one forward, and which attention layers have run with it."""
+
+    def __init__(
+        self, layout: PackedLayout, positions: torch.Tensor, longest: int, owner: object
+    ) -> None:
+        self.layout = layout
+        #: int64 ``(rows, tokens)`` on the CPU; what the model's own tensor holds.
+        self.positions = positions
+        #: the largest position of any example, plus one
+        self.longest = longest
+        self.owner_id = id(owner)
+        self.done: set[int] = set()
+        #: false when the positions alone do not tell this run from another one
+        self.distinct = True
+
+
+class Runs:
+    """The packed forwards of one patched model that may still be needed."""
+
+    def __init__(self) -> None:
+        self._weak: weakref.WeakSet[Run] = weakref.WeakSet()
+        self._kept: deque[tuple[int, torch.Tensor, Run]] = deque(maxlen=_KEPT)
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Runs, ()  # a copied or unpickled model starts without forwards in flight
+
+    def bind(self, position_ids: torch.Tensor, run: Run) -> None:
+        """From now on ``position_ids``, its views and its detached copies lead to ``run``."""
+        with self._lock:
+            self._weak.add(run)
+            if storages_keep_attributes():
+                setattr(position_ids.untyped_storage(), _ATTRIBUTE, run)
+            else:
+                # Held, so that the address stays this tensor's own.
+                self._kept.append((position_ids.data_ptr(), position_ids, run))
+
+    def bound(self, position_ids: torch.Tensor, owner: object) -> Optional[Run]:
+        """The run of this very patched model that ``position_ids`` was bound to, or None."""
+        run = self._by_storage(position_ids)
+        return run if run is not None and run.owner_id == id(owner) else None
+
+    def find(self, position_ids: torch.Tensor) -> Optional[Run]:
+        """The run that ``position_ids`` belongs to, or None."""
+        run = self._by_storage(position_ids)
+        if run is not None or not self._weak or position_ids.dim() != 2:
+            return run
+        return self._by_value(position_ids)
+
+    def _by_storage(self, position_ids: torch.Tensor) -> Optional[Run]:
+        if storages_keep_attributes():
+            return getattr(position_ids.untyped_storage(), _ATTRIBUTE, None)
+        if self._kept:
+            address = position_ids.data_ptr()
+            for kept, tensor, run in reversed(self._kept):
+                if kept == address and tensor.numel() == position_ids.numel():
+                    return run
+        return None
+
+    def _by_value(self, position_ids: torch.Tensor) -> Optional[Run]:
+        # Offloaded or moved to another device between forward and recompute: another storage.
+        with self._lock:
+            alive = [r for r in self._weak if r.distinct and r.positions.shape == position_ids.shape]
+        if not alive:
+            return None
+        host = position_ids.detach().cpu()
+        same = [run for run in alive if torch.equal(run.positions, host)]
+        if not same:
+            return None
+        if len({run.layout.lengths for run in same}) > 1:
+            raise PackingError(
+                "position_ids were moved between forward and recompute, and several packed "
+                f"forwards with these positions are in flight ({quote(host)}); give their padding "
+                "other positions, or run backward before the next forward."
+            )
+        self.bind(position_ids, same[0])
+        return same[0]
