@@ -1,0 +1,126 @@
+"""What a kernel is, and what it is asked."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Optional
+
+import torch
+
+from ..errors import PackingError
+
+if TYPE_CHECKING:
+    from ..layout import PackedLayout
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """The properties of one attention call by which a kernel is chosen.
+
+    ``window`` is the number of keys a query sees, itself included; None for all.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    heads: int
+    kv_heads: int
+    head_dim: int
+    window: Optional[int]
+    softcap: Optional[float]
+    dropout: float
+    needs_grad: bool
+
+    def __str__(self) -> str:
+        text = (
+            f"{self.dtype} on {self.device.type}, {self.heads} query and {self.kv_heads} key heads "
+            f"of {self.head_dim}"
+        )
+        if self.window:
+            text += f", window {self.window}"
+        if self.softcap:
+            text += f", softcap {self.softcap}"
+        if self.dropout:
+            text += f", dropout {self.dropout}"
+        return text
+
+
+class Kernel(ABC):
+    """Computes causal attention of packed examples."""
+
+    name: str
+
+    @abstractmethod
+    def unavailable(self) -> Optional[str]:
+        """Why this kernel cannot be used in this process at all, or None."""
+
+    @abstractmethod
+    def refuses(self, call: AttentionCall) -> list[str]:
+        """Every reason against this one call; empty when the kernel can serve it."""
+
+    @abstractmethod
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layout: PackedLayout,
+        *,
+        scale: Optional[float],
+        window: Optional[int],
+        softcap: Optional[float],
+        dropout: float,
+    ) -> torch.Tensor:
+        """Attention ``(tokens, heads, head_dim)`` in the dtype of ``q``.
+
+        Args:
+            q: ``(tokens, heads, head_dim)``.
+            k: ``(tokens, kv_heads, head_dim)``; heads is a multiple of kv_heads.
+            v: like ``k``.
+            layout: the examples; its ``cu_seqlens`` on the device of ``q``.
+            scale: of the scores; None for ``head_dim**-0.5``.
+            window: keys a query sees, itself included; None for all.
+            softcap: ``softcap * tanh(scores / softcap)``; None for none.
+            dropout: probability.
+
+        Raises:
+            PackingError: beyond what the kernel's backward can index.
+        """
+
+
+def flash_reasons(call: AttentionCall) -> list[str]:
+    """What all flash-attention kernels have against a call: device, dtype, head size."""
+    reasons = []
+    if call.device.type != "cuda":
+        reasons.append(f"needs a CUDA device, got {call.device.type}")
+    if call.dtype not in HALF:
+        reasons.append(f"needs float16 or bfloat16, got {call.dtype}")
+    if call.head_dim > 256:
+        reasons.append(f"head_dim is at most 256, got {call.head_dim}")
+    return reasons
+
+
+def check_backward_range(q: torch.Tensor, layout: PackedLayout) -> None:
+    """Refuse what flash-attn 2's backward would index beyond int32.
+
+    Its ``dq_accum`` holds ``(tokens + 128 * examples) * heads * head_dim`` elements, the head size
+    rounded up to 32 (to 64 above 128), and is indexed with int32 (flash-attention issue 1500).
+
+    Raises:
+        PackingError: with the numbers.
+    """
+    if not (torch.is_grad_enabled() and q.requires_grad):
+        return
+    heads, head_dim = q.shape[1], q.shape[2]
+    step = 32 if head_dim <= 128 else 64
+    rounded = -(-head_dim // step) * step
+    size = (layout.tokens + 128 * layout.examples) * heads * rounded
+    if size >= 2**31:
+        raise PackingError(
+            f"flash-attn's backward cannot index this call: ({layout.tokens} tokens + 128 * "
+            f"{layout.examples} examples) * {heads} heads * {rounded} (head_dim {head_dim} rounded "
+            f"up) = {size}, which is not below 2**31 = {2**31}. Pack fewer tokens or fewer "
+            'examples into a call, or apply with kernel="sdpa".'
+        )

@@ -1,0 +1,80 @@
+"""Example by example with PyTorch's own attention: any device, any dtype, exact; the oracle."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Optional
+
+import torch
+from torch.nn.functional import dropout as drop
+from torch.nn.functional import scaled_dot_product_attention, softmax
+
+from .base import AttentionCall, Kernel
+
+if TYPE_CHECKING:
+    from ..layout import PackedLayout
+
+
+class Sdpa(Kernel):
+    """One call for each example; nothing is shared between them."""
+
+    name = "sdpa"
+
+    def unavailable(self) -> Optional[str]:
+        return None
+
+    def refuses(self, call: AttentionCall) -> list[str]:
+        return []
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layout: PackedLayout,
+        *,
+        scale: Optional[float],
+        window: Optional[int],
+        softcap: Optional[float],
+        dropout: float,
+    ) -> torch.Tensor:
+        lengths = list(layout.lengths)
+        parts = []
+        for qe, ke, ve in zip(q.split(lengths), k.split(lengths), v.split(lengths)):
+            # (1, heads, length, head_dim)
+            one = (t.transpose(0, 1)[None] for t in (qe, ke, ve))
+            out = _attention(*one, scale=scale, window=window, softcap=softcap, dropout=dropout)
+            parts.append(out[0].transpose(0, 1))
+        return torch.cat(parts)
+
+
+def _attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: Optional[float],
+    window: Optional[int],
+    softcap: Optional[float],
+    dropout: float,
+) -> torch.Tensor:
+    length, groups = q.shape[2], q.shape[1] // k.shape[1]
+    if groups > 1:
+        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    mask = _windowed(length, window, q.device) if window and length > window else None
+    if softcap:
+        scores = q @ k.transpose(2, 3) * (q.shape[3] ** -0.5 if scale is None else scale)
+        scores = softcap * torch.tanh(scores / softcap)
+        seen = mask if mask is not None else _windowed(length, length, q.device)
+        weights = softmax(scores.masked_fill(~seen, float("-inf")), dim=-1, dtype=torch.float32)
+        return drop(weights.to(q.dtype), dropout) @ v
+    return scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scale
+    )
+
+
+@lru_cache(maxsize=8)
+def _windowed(length: int, window: int, device: torch.device) -> torch.Tensor:
+    """bool ``(length, length)``: the last ``window`` keys up to each query."""
+    distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
+    return (distance >= 0) & (distance < window)
