@@ -1,0 +1,195 @@
+"""Tiny models of every family, built alike in every release."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+from packaging.version import Version
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_MOE: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_QWEN_MOE: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "decoder_sparse_step": 1,
+}
+
+
+class NotInThisRelease(Exception):  # noqa: N818
+    """This release has no such family, or not as this implementation."""
+
+
+@dataclass(frozen=True)
+class FamilyCase:
+    """One model of the matrix."""
+
+    family: str
+    config: str
+    causal: str
+    since: str
+    options: dict[str, Any] = field(default_factory=dict)
+    sdpa: str | None = "4.48"
+    flash: str = "4.34"
+
+
+def _case(
+    family: str,
+    prefix: str,
+    since: str,
+    sdpa: str,
+    flash: str | None = None,
+    drop: tuple[str, ...] = (),
+    **options: Any,
+) -> FamilyCase:
+    merged = {k: v for k, v in {**_COMMON, **options}.items() if k not in drop}
+    return FamilyCase(
+        family, f"{prefix}Config", f"{prefix}ForCausalLM", since, merged, sdpa, flash or since
+    )
+
+
+_GPTJ = {
+    "vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "rotary_dim": 4,
+    "n_inner": 48, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+    "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0,
+}  # fmt: skip
+_DBRX = {
+    "vocab_size": 97, "d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 64,
+    "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
+    "ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": 4, "moe_top_k": 2},
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+_FALCON = {
+    "alibi": False, "bias": False, "hidden_dropout": 0.0, "attention_dropout": 0.0,
+    "ffn_hidden_size": 48,
+}  # fmt: skip
+
+FAMILIES: dict[str, FamilyCase] = {
+    "llama": _case("llama", "Llama", "4.34", "4.36"),
+    "mistral": _case("mistral", "Mistral", "4.34", "4.37", sliding_window=5),
+    "mixtral": _case("mixtral", "Mixtral", "4.36", "4.37", sliding_window=5, **_MOE),
+    "granite": _case("granite", "Granite", "4.45", "4.45", attention_multiplier=0.3),
+    "dbrx": FamilyCase("dbrx", "DbrxConfig", "DbrxForCausalLM", "4.40", _DBRX, "4.40", "4.40"),
+    "falcon": _case(
+        "falcon", "Falcon", "4.34", "4.36", multi_query=True, parallel_attn=True,
+        new_decoder_architecture=False, drop=("num_key_value_heads", "intermediate_size"), **_FALCON,
+    ),  # fmt: skip
+    "falcon_new": _case(
+        "falcon", "Falcon", "4.34", "4.36", new_decoder_architecture=True, num_kv_heads=2,
+        drop=("num_key_value_heads", "intermediate_size"), **_FALCON,
+    ),  # fmt: skip
+    "gemma": _case("gemma", "Gemma", "4.38", "4.38", head_dim=16),
+    "olmo": _case("olmo", "Olmo", "4.40", "4.40", clip_qkv=8.0),
+    "phi": _case("phi", "Phi", "4.36", "4.39", qk_layernorm=True, **{
+        "embd_pdrop": 0.0, "resid_pdrop": 0.0, "attention_dropout": 0.0}),
+    "phi3": _case("phi3", "Phi3", "4.41", "4.41", sliding_window=5, embd_pdrop=0.0, resid_pdrop=0.0),
+    "qwen2": _case(
+        "qwen2", "Qwen2", "4.37", "4.37", sliding_window=5, use_sliding_window=True,
+        max_window_layers=1,
+    ),  # fmt: skip
+    "qwen2_moe": _case(
+        "qwen2_moe", "Qwen2Moe", "4.40", "4.40", sliding_window=5, use_sliding_window=True,
+        max_window_layers=1, shared_expert_intermediate_size=24, **_QWEN_MOE,
+    ),  # fmt: skip
+    "stablelm": _case(
+        "stablelm", "StableLm", "4.38", "4.39", partial_rotary_factor=0.5, hidden_dropout=0.0,
+        attention_dropout=0.0,
+    ),  # fmt: skip
+    "starcoder2": _case(
+        "starcoder2", "Starcoder2", "4.39", "4.39", sliding_window=5, residual_dropout=0.0,
+        embedding_dropout=0.0, attention_dropout=0.0,
+    ),  # fmt: skip
+    "gemma2": _case(
+        "gemma2", "Gemma2", "4.42", "4.42", head_dim=16, sliding_window=5,
+        query_pre_attn_scalar=24, attn_logit_softcapping=2.0, final_logit_softcapping=20.0,
+    ),  # fmt: skip
+    "gemma3_text": FamilyCase(
+        "gemma3_text", "Gemma3TextConfig", "Gemma3ForCausalLM", "4.50",
+        {**_COMMON, "head_dim": 16, "sliding_window": 5, "query_pre_attn_scalar": 24,
+         "sliding_window_pattern": 2, "layer_types": ["sliding_attention", "full_attention"]},
+        "4.50", "4.50",
+    ),  # fmt: skip
+    "qwen3": _case(
+        "qwen3", "Qwen3", "4.51", "4.51", head_dim=16, sliding_window=5, use_sliding_window=True,
+        max_window_layers=1,
+    ),  # fmt: skip
+    "qwen3_moe": _case(
+        "qwen3_moe", "Qwen3Moe", "4.51", "4.51", head_dim=16, sliding_window=5,
+        use_sliding_window=True, max_window_layers=0, **_QWEN_MOE,
+    ),  # fmt: skip
+    "olmo2": _case("olmo2", "Olmo2", "4.47", "4.47"),
+    "cohere": _case("cohere", "Cohere", "4.39", "4.39", use_qk_norm=True),
+    "gpt_neox": _case(
+        "gpt_neox", "GPTNeoX", "4.34", "4.42", "4.36", hidden_dropout=0.0, attention_dropout=0.0,
+        drop=("num_key_value_heads",),
+    ),  # fmt: skip
+    "gptj": FamilyCase("gptj", "GPTJConfig", "GPTJForCausalLM", "4.34", _GPTJ, "5.24", "4.39"),
+    "granitemoe": _case(
+        "granitemoe", "GraniteMoe", "4.45", "4.45", attention_multiplier=0.3, **_MOE
+    ),
+}
+
+
+def available(case: FamilyCase, version: str) -> bool:
+    """Whether the release has this family."""
+    return Version(version) >= Version(case.since)
+
+
+def implementations(case: FamilyCase, version: str) -> list[str]:
+    """As what the family can be loaded in the release."""
+    found = ["eager"]
+    if case.sdpa is not None and Version(version) >= Version(case.sdpa):
+        found.append("sdpa")
+    if Version(version) >= Version(case.flash):
+        found.append("flash_attention_2")
+    return found
+
+
+@lru_cache(maxsize=1)
+def _release() -> Version:
+    import transformers
+
+    return Version(transformers.__version__)
+
+
+def build(
+    case: FamilyCase, implementation: str, *, seed: int = 0, **overrides: Any
+) -> torch.nn.Module:
+    """A causal model in eval mode, float32, with weights large enough for attention to matter."""
+    import transformers
+
+    version = str(_release())
+    if not available(case, version) or implementation not in implementations(case, version):
+        raise NotInThisRelease(f"{case.family} as {implementation} in transformers {version}")
+    config = getattr(transformers, case.config)(**{**case.options, **overrides})
+    cls = getattr(transformers, case.causal)
+    if _release() < Version("4.36"):
+        config._flash_attn_2_enabled = implementation == "flash_attention_2"
+        model = cls(config)
+    else:
+        model = cls._from_config(config, attn_implementation=implementation)
+    generator = torch.Generator().manual_seed(seed)
+    model = model.float()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.dim() == 1:
+                parameter.copy_((0.0 if name.endswith("bias") else 1.0) + 0.1 * noise)
+            else:
+                parameter.copy_(noise * 0.2)
+    model.tie_weights()
+    return model.eval()

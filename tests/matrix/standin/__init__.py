@@ -1,0 +1,1 @@
+"""A stand-in for flash-attn on machines without a GPU: tests only."""
