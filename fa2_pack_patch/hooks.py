@@ -119,6 +119,8 @@ class ModelHook:
         if found is None:
             _UNPACKED.seen = (id(position_ids), id(mask)) if not self.base else None
             return None
+        if mask is not None and plain is None and _cache_of(call) is not None:
+            return None  # generation into a static cache brings a mask of its own
         if mask is not None and plain is None:
             raise PackingError(
                 "a packed call takes a 2-D attention_mask of shape (rows, tokens) or none, got "

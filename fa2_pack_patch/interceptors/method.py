@@ -28,9 +28,13 @@ class PackedMethod:
             return getattr(type(site.module), name)(site.module, *args, **kwargs)
         if name == "_attn":
             return self._core(run, *args, **kwargs)
-        names = list(inspect.signature(getattr(site.owner, name)).parameters)[1:]
+        original = getattr(site.owner, name)
+        names = list(inspect.signature(original).parameters)[1:]
         values = {**dict(zip(names, args)), **kwargs}
         sliding = values.get("use_sliding_windows", False)
+        if sliding and "max_window_layers" in original.__code__.co_names:
+            # Qwen2 and Qwen2-MoE choose the layers inside the method.
+            sliding = site.module.layer_idx < site.config.max_window_layers
         return attend(
             site,
             run,
@@ -40,7 +44,7 @@ class PackedMethod:
             heads_first=False,
             scale=values.get("softmax_scale"),
             handed_window=getattr(site.config, "sliding_window", None) if sliding else None,
-            softcap=values.get("softcap"),
+            softcap=None,  # Gemma 2 in 4.42 is the only one, and drops it without a mask
             dropout=values.get("dropout", 0.0),
         )
 

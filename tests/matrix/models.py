@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
+from unittest import mock
 
 import torch
 from packaging.version import Version
@@ -94,7 +97,7 @@ FAMILIES: dict[str, FamilyCase] = {
     ),  # fmt: skip
     "gemma": _case("gemma", "Gemma", "4.38", "4.38", head_dim=16),
     "olmo": _case("olmo", "Olmo", "4.40", "4.40", clip_qkv=8.0),
-    "phi": _case("phi", "Phi", "4.36", "4.39", qk_layernorm=True, **{
+    "phi": _case("phi", "Phi", "4.36", "4.39", **{
         "embd_pdrop": 0.0, "resid_pdrop": 0.0, "attention_dropout": 0.0}),
     "phi3": _case("phi3", "Phi3", "4.41", "4.41", sliding_window=5, embd_pdrop=0.0, resid_pdrop=0.0),
     "qwen2": _case(
@@ -152,9 +155,11 @@ def available(case: FamilyCase, version: str) -> bool:
 def implementations(case: FamilyCase, version: str) -> list[str]:
     """As what the family can be loaded in the release."""
     found = ["eager"]
-    if case.sdpa is not None and Version(version) >= Version(case.sdpa):
+    release = Version(version)
+    gone = case.family == "gemma2" and release >= Version("5.21")  # sdpa has no softcap
+    if case.sdpa is not None and release >= Version(case.sdpa) and not gone:
         found.append("sdpa")
-    if Version(version) >= Version(case.flash):
+    if release >= Version(case.flash):
         found.append("flash_attention_2")
     return found
 
@@ -164,6 +169,24 @@ def _release() -> Version:
     import transformers
 
     return Version(transformers.__version__)
+
+
+@contextmanager
+def _float32_flash() -> Iterator[None]:
+    """4.36 and later refuse, or warn of, a flash class in float32 where the release checks it."""
+    from transformers import PreTrainedModel
+
+    name = "_check_and_enable_flash_attn_2"
+    if not hasattr(PreTrainedModel, name):
+        yield
+        return
+
+    def enable(cls: type, config: Any, *_: Any, **__: Any) -> Any:
+        config._attn_implementation = "flash_attention_2"
+        return config
+
+    with mock.patch.object(PreTrainedModel, name, classmethod(enable)):
+        yield
 
 
 def build(
@@ -181,7 +204,11 @@ def build(
         config._flash_attn_2_enabled = implementation == "flash_attention_2"
         model = cls(config)
     else:
-        model = cls._from_config(config, attn_implementation=implementation)
+        with _float32_flash():
+            model = cls._from_config(config, attn_implementation=implementation)
+        if implementation == "flash_attention_2" and _release() < Version("4.48"):
+            # Else these classes look for a q_proj that Phi and GPT-NeoX do not have.
+            model.config._pre_quantization_dtype = torch.float32
     generator = torch.Generator().manual_seed(seed)
     model = model.float()
     with torch.no_grad():

@@ -7,7 +7,7 @@ from torch.nn.functional import pad
 
 
 def index_first_axis(tensor: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    return tensor[indices]
+    return tensor[indices.long()]
 
 
 def unpad_input(hidden: torch.Tensor, mask: torch.Tensor, unused: torch.Tensor | None = None):
@@ -20,5 +20,5 @@ def unpad_input(hidden: torch.Tensor, mask: torch.Tensor, unused: torch.Tensor |
 
 def pad_input(hidden: torch.Tensor, indices: torch.Tensor, batch: int, seqlen: int) -> torch.Tensor:
     out = hidden.new_zeros(batch * seqlen, *hidden.shape[1:])
-    out = out.index_copy(0, indices, hidden)
+    out = out.index_copy(0, indices.long(), hidden)
     return out.view(batch, seqlen, *hidden.shape[1:])
