@@ -109,7 +109,8 @@ def _site_edits(site: Site) -> list[Edit]:
     if span.packed_class is not None and not hasattr(module, "_flash_attn_uses_top_left_mask"):
         edits.append(Edit(module, "_flash_attn_uses_top_left_mask", False))
     rotary = getattr(module, "rotary_emb", None)
-    if site.patch.rope is not None and takes_row_length(rotary):
+    forgetful = compat.rotary_without_positions(site.patch.release, site.family.family)
+    if (site.patch.rope is not None or forgetful) and takes_row_length(rotary):
         assert isinstance(rotary, torch.nn.Module)
         edits.append(Edit(rotary, "forward", RotaryByExample(rotary)))
     return edits

@@ -59,9 +59,9 @@ def flash_window_sees(handed: Optional[int], version: Version) -> Optional[int]:
     return handed if version >= Version("4.56.0.dev0") else handed + 1
 
 
-def sdpa_softcap(version: Version) -> bool:
-    """Whether the release's sdpa function applies a softcap (before 5.21 it drops it silently)."""
-    return False
+def rotary_without_positions(version: Version, family: str) -> bool:
+    """Whether the flash class calls its rotary module without position_ids (Phi-3 in 4.44.0)."""
+    return family == "phi3" and version == Version("4.44.0")
 
 
 def mask_placeholder(version: Version) -> bool:

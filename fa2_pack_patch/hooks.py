@@ -78,6 +78,8 @@ class ModelHook:
             bound = self.patch.runs.bound(position_ids, self.patch)
             if bound is not None:
                 return bound
+        if varlen and _cache_of(call) is not None:
+            return None  # generate() of 4.54 and later hands these over together with a cache
         if not varlen:
             if rows * tokens == 0 or tokens == 1:
                 return None
@@ -247,6 +249,8 @@ class PackedForward:
             if self.before is not None:
                 return self.before(*args, **kwargs)
             return type(site.module).forward(site.module, *args, **kwargs)
+        if kwargs.get("attention_mask") is not None:
+            kwargs["attention_mask"] = None  # eager's own; some flash classes would slice keys by it
         token = CURRENT.set(run)
         try:
             return INTERCEPTORS[site.span.via].run(site, run, args, kwargs)

@@ -74,11 +74,9 @@ class Site:
         """
         version = self.patch.release
         name = compat.implementation_of(self.module, self.config, self.span.via)
-        if compat.implementation_kind(name) == "flash" and self.span.via == "dict":
-            name = "eager"  # Gemma 2's flash function of 4.47 cannot run: eager says what is right
-        if compat.implementation_kind(name) == "flash":
-            return scale, compat.flash_window_sees(handed_window, version), softcap or None
         rule = self.family.reference(version, name)
+        if rule is None and compat.implementation_kind(name) == "flash":
+            return scale, compat.flash_window_sees(handed_window, version), softcap or None
         if rule is None:
             return scale, None, None
         if rule.scale == "default":

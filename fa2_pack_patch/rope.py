@@ -94,10 +94,14 @@ class RotaryByExample:
         forward = type(self.module).forward
         if run is None:
             return forward(self.module, *args, **kwargs)
-        bound = inspect.signature(forward).bind(self.module, *args, **kwargs)
+        parameters = inspect.signature(forward).parameters
+        bound = inspect.signature(forward).bind_partial(self.module, *args, **kwargs)
+        if "position_ids" in parameters and bound.arguments.get("position_ids") is None:
+            # Phi-3's flash class of 4.44.0 forgets them.
+            bound.arguments["position_ids"] = run.layout_positions(bound.arguments["x"].device)
         if bound.arguments.get("seq_len") is not None:
             bound.arguments["seq_len"] = run.longest
-        return forward(*bound.args, **bound.kwargs)
+        return forward(**bound.arguments)
 
 
 def takes_row_length(module: Any) -> bool:

@@ -17,7 +17,7 @@ import torch
 
 from .compat import storages_keep_attributes
 from .errors import PackingError
-from .layout import PackedLayout, quote
+from .layout import PackedLayout, quote, upload
 
 _ATTRIBUTE = "_fa2_pack_patch_run"
 _KEPT = 128
@@ -41,6 +41,14 @@ class Run:
         self.done: set[int] = set()
         #: false when the positions alone do not tell this run from another one
         self.distinct = True
+        self._sent: dict[torch.device, torch.Tensor] = {}
+
+
+    def layout_positions(self, device: torch.device) -> torch.Tensor:
+        """The positions on ``device``; sent once for each of them."""
+        if device not in self._sent:
+            self._sent[device] = upload(self.positions, device)
+        return self._sent[device]
 
 
 class Runs:
