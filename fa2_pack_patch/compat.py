@@ -64,6 +64,11 @@ def rotary_without_positions(version: Version, family: str) -> bool:
     return family == "phi3" and version == Version("4.44.0")
 
 
+def generate_hands_over_varlen(version: Version) -> bool:
+    """Whether ``generate(use_cache=False)`` passes query and key lengths that differ (4.54)."""
+    return version.release[:2] == (4, 54)
+
+
 def mask_placeholder(version: Version) -> bool:
     """Whether the base model hands a ready 4-D mask on untouched (masking_utils, from 4.53).
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Optional
 
 import torch
+from packaging.version import Version
 
 from . import compat
 from .errors import PackingError
@@ -78,8 +79,8 @@ class ModelHook:
             bound = self.patch.runs.bound(position_ids, self.patch)
             if bound is not None:
                 return bound
-        if varlen and _cache_of(call) is not None:
-            return None  # generate() of 4.54 and later hands these over together with a cache
+        if varlen and _from_generate(call, varlen, self.patch.release):
+            return None
         if not varlen:
             if rows * tokens == 0 or tokens == 1:
                 return None
@@ -379,6 +380,16 @@ def _without_first(labels: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
     flat = labels.reshape(-1).clone()
     flat.index_fill_(0, starts, -100)
     return flat.view(labels.shape)
+
+
+def _from_generate(call: Mapping[str, Any], varlen: Mapping[str, Any], release: Version) -> bool:
+    """generate() hands over varlen arguments from 4.54 on: with a cache, and at first without."""
+    if _cache_of(call) is not None:
+        return True
+    q, k = varlen.get(VARLEN[0]), varlen.get(VARLEN[1])
+    if not compat.generate_hands_over_varlen(release) or q is None or k is None:
+        return False
+    return q.shape == k.shape and not torch.equal(q, k)
 
 
 def _cache_of(call: Mapping[str, Any]) -> Any:

@@ -50,7 +50,7 @@ def separate(model: torch.nn.Module, example: Example) -> torch.Tensor:
         if not bool(torch.isfinite(logits).all()):  # 4.44.0 loses an example that starts at 3
             raise IndexError("not finite")
         return logits
-    except (IndexError, TypeError):
+    except (IndexError, RuntimeError, TypeError):
         # Old rotary tables end at the row's length (an example from 3 on is then the same example
         # from 0 on), and Falcon's eager of 4.36 to 4.43 wants a mask for one token.
         call["position_ids"] = call["position_ids"] - example.positions[0]
