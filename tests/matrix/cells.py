@@ -345,24 +345,6 @@ def measure(case: Any, implementation: str, fast: bool = False) -> dict[str, Any
     return result
 
 
-def titles() -> dict[str, Any]:
-    found = {k.name: {"title": k.title, "outcome": k.outcome} for k in KINDS}
-    for name, title in {
-        "generate": "generation, default cache",
-        "generate_left": "generation, padded left",
-        "generate_no_cache": "generation without a cache",
-        "generate_static": "generation, static cache",
-        "generate_sliding_window": "generation, sliding-window cache",
-        "generate_hybrid": "generation, hybrid cache",
-        "prefill_decode": "prefill, then decode",
-        "one_token_step": "a step of one token",
-    }.items():
-        found[name] = {"title": title, "outcome": "unchanged"}
-    for entry in found.values():
-        entry["packed"] = entry["outcome"] == "right"
-    return found
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--release")
@@ -410,11 +392,9 @@ def main(arguments: list[str] | None = None) -> int:
         "python": platform.python_version(),
         "seconds": round(time.time() - began, 1),
         "families": families,
-        "kinds": titles(),
     }
-    text = json.dumps(result, indent=1, sort_keys=True)
     if options.out:
-        options.out.write_text(text + "\n", encoding="utf-8")
+        options.out.write_text(compact(result), encoding="utf-8")
     bad = 0
     for name, by_implementation in families.items():
         for implementation, cells in by_implementation.items():
@@ -427,6 +407,42 @@ def main(arguments: list[str] | None = None) -> int:
                 print(f"{name}/{implementation}: {cells.get('crash') or cells.get('refused')}")
     print(f"{version}: {result['seconds']} s, {bad} bad cells")
     return 1 if bad else 0
+
+
+def compact(result: dict[str, Any]) -> str:
+    """The kept form: kinds grouped by status, the largest errors, details only of faults."""
+    families: dict[str, dict[str, Any]] = {}
+    for name, by_implementation in result["families"].items():
+        families[name] = {}
+        for implementation, cells in by_implementation.items():
+            families[name][implementation] = kept = {}
+            for key in ("stock_broken", "crash", "refused"):
+                if cells.get(key):
+                    kept[key] = cells[key]
+            for group in ("patched", "stock", "gradients"):
+                by_status: dict[str, list[str]] = {}
+                for kind, cell in sorted(cells.get(group, {}).items()):
+                    by_status.setdefault(cell["status"], []).append(kind)
+                    if group != "stock" and cell["status"] in ("wrong", "error"):
+                        kept.setdefault("faults", {})[f"{group}.{kind}"] = cell
+                kept[group] = by_status
+                errors = [c["error"] for c in cells.get(group, {}).values() if "error" in c]
+                if group != "stock" and errors:
+                    kept[f"{group}_error"] = float(f"{max(errors):.1e}")
+            for key in ("perturbation", "revert"):
+                if key in cells:
+                    kept[key] = cells[key]["status"]
+            if "perturbation" in cells:
+                kept["perturbation_error"] = float(f"{cells['perturbation'].get('error', 0):.1e}")
+    head = {k: result[k] for k in ("release", "torch", "python")}
+    lines = [json.dumps(head)[:-1] + ', "families": {']
+    rows = []
+    for name, by_implementation in families.items():
+        inner = ",\n".join(
+            f"  {json.dumps(i)}: {json.dumps(c, sort_keys=True)}" for i, c in by_implementation.items()
+        )
+        rows.append(f" {json.dumps(name)}: {{\n{inner}\n }}")
+    return lines[0] + "\n" + ",\n".join(rows) + "\n}}\n"
 
 
 def _walk(cells: dict[str, Any]) -> list[tuple[str, Cell]]:

@@ -248,3 +248,15 @@ KINDS = [
     Kind("filled_cache", "a filled cache with resets", "refused", _filled_cache),
     Kind("attentions", "output_attentions on a packed row", "refused", lambda m: _refused(_attentions)),
 ]
+
+#: What is generated, stock and patched, by its name.
+GENERATION = {
+    "generate": "generation, default cache",
+    "generate_left": "generation, padded left",
+    "generate_no_cache": "generation without a cache",
+    "generate_static": "generation, static cache",
+    "generate_sliding_window": "generation, sliding-window cache",
+    "generate_hybrid": "generation, hybrid cache",
+    "prefill_decode": "prefill, then decode",
+    "one_token_step": "a step of one token",
+}

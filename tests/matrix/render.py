@@ -1,0 +1,233 @@
+"""``compat_matrix.md`` from the kept results: ``python -m tests.matrix.render [--check]``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from packaging.version import Version
+
+from fa2_pack_patch import registry
+
+from .kinds import GENERATION, KINDS
+
+RESULTS = Path(__file__).resolve().parent / "results"
+TARGET = Path(__file__).resolve().parents[2] / "compat_matrix.md"
+IMPLEMENTATIONS = ("eager", "sdpa", "flash_attention_2")
+BAD = ("wrong", "error")
+
+Result = dict[str, Any]
+
+
+def load(where: Path) -> list[Result]:
+    """The kept results, oldest release first."""
+    found = [json.loads(p.read_text(encoding="utf-8")) for p in where.glob("*.json")]
+    return sorted(found, key=lambda r: Version(r["release"]))
+
+
+def verdict(cells: Result | None) -> str:
+    """One family, loaded as one implementation, in one release: ok, fault or none."""
+    if cells is None:
+        return "–"
+    if "crash" in cells or "refused" in cells or not cells.get("patched"):
+        return "❌"
+    groups = [cells["patched"], cells["gradients"]]
+    if any(group.get(s) for group in groups for s in BAD):
+        return "❌"
+    expected = {k.name for k in KINDS if k.outcome == "refused"}
+    unexpected = set(cells["patched"].get("refused", [])) - expected
+    if cells.get("perturbation") != "right" or cells.get("revert") != "unchanged":
+        return "❌"
+    return "(✅)" if unexpected else "✅"
+
+
+def family_cell(result: Result, family: str) -> str:
+    """All implementations of a family in one release in one sign."""
+    by_implementation = result["families"].get(family)
+    if not by_implementation:
+        return "–"
+    signs = {verdict(c) for c in by_implementation.values()}
+    for sign in ("❌", "(✅)"):
+        if sign in signs:
+            return sign
+    return "✅"
+
+
+def spans(results: list[Result], column: Any) -> list[tuple[str, list[str]]]:
+    """Adjacent releases with the same column, as ("4.34 … 4.36", column)."""
+    found = []
+    for value, group in groupby(results, key=lambda r: column(r)):
+        names = [r["release"] for r in group]
+        label = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
+        found.append((label, value))
+    return found
+
+
+def table(head: list[str], rows: list[list[str]]) -> list[str]:
+    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
+    return lines + ["| " + " | ".join(row) + " |" for row in rows]
+
+
+def stock_share(result: Result, kind: str, implementation: str) -> str:
+    """Of the families loaded so, how many stock gets wrong with this kind."""
+    wrong = total = 0
+    for by_implementation in result["families"].values():
+        cells = by_implementation.get(implementation)
+        if cells is None or not cells.get("stock"):
+            continue
+        total += 1
+        wrong += kind in cells["stock"].get("wrong", [])
+    if not total:
+        return "–"
+    return "✅" if wrong == 0 else ("❌" if wrong == total else f"{wrong}/{total}")
+
+
+def counts(results: list[Result]) -> dict[str, int]:
+    """How many cells there are, and how each of them came out."""
+    found = {"cells": 0, "right": 0, "unchanged": 0, "refused": 0, "bad": 0, "stock_wrong": 0}
+    for result in results:
+        for by_implementation in result["families"].values():
+            for cells in by_implementation.values():
+                for group in ("patched", "gradients"):
+                    for status, kinds in cells.get(group, {}).items():
+                        found["cells"] += len(kinds)
+                        name = "bad" if status in BAD else status
+                        found[name] = found.get(name, 0) + len(kinds)
+                found["stock_wrong"] += len(cells.get("stock", {}).get("wrong", []))
+    return found
+
+
+def render(results: list[Result]) -> str:
+    """The whole page."""
+    families = sorted({f for r in results for f in r["families"]})
+    n = counts(results)
+    lines = [
+        "# Compatibility matrix",
+        "",
+        "<!-- Rendered by `python -m tests.matrix.render` from tests/matrix/results. -->",
+        "",
+        f"{len(families)} models of {len(registry.families())} families in {len(results)} releases "
+        f"of Transformers ({results[0]['release']} to {results[-1]['release']}), each loaded as "
+        f"eager, sdpa and flash_attention_2: {n['cells']:,} cells, of which {n['right']:,} right "
+        f"(packed = separate), {n['unchanged']:,} unchanged bit for bit, {n['refused']:,} refused "
+        f"by name, {n['bad']:,} bad. On the same inputs stock Transformers is silently wrong in "
+        f"{n['stock_wrong']:,} cells.",
+        "",
+        "Every cell was run in float32 on a CPU (torch "
+        + ", ".join(sorted({r["torch"] for r in results}))
+        + "), tiny models of the real classes; flash_attention_2 with a stand-in for flash-attn in "
+        "plain torch. Right means: logits and every gradient within 2e-4 of the same unpatched "
+        "model run on each example by itself, and no other example's output moves when one "
+        "example changes (exactly; mixture-of-experts models within 1e-5).",
+        "",
+        "## What works where",
+        "",
+        "✅ every kind of input right, unchanged or refused as it must be · (✅) with a refusal named "
+        "below · ❌ a fault · – not in that release",
+        "",
+    ]
+    columns = spans(results, lambda r: [family_cell(r, f) for f in families])
+    rows = [[f"`{f}`", *(c[1][i] for c in columns)] for i, f in enumerate(families)]
+    lines += table(["family", *(c[0] for c in columns)], rows)
+    lines += ["", "## What stock Transformers gets wrong, without a word", ""]
+    lines += [
+        "Packed rows on the unpatched model: ✅ right for every family, ❌ wrong for every family, "
+        "n/m wrong for n of m.",
+    ]
+    packed = [k for k in KINDS if k.outcome == "right"]
+    for implementation in IMPLEMENTATIONS:
+        columns = spans(
+            results,
+            lambda r, i=implementation: [stock_share(r, k.name, i) for k in packed],
+        )
+        lines += ["", f"### Loaded as {implementation}", ""]
+        lines += table(
+            ["kind of input", *(c[0] for c in columns)],
+            [[k.title, *(c[1][i] for c in columns)] for i, k in enumerate(packed)],
+        )
+    lines += ["", "## The kinds of input", ""]
+    titles = [[k.title, f"`{k.name}`", k.outcome] for k in KINDS]
+    titles += [[title, f"`{name}`", "unchanged"] for name, title in GENERATION.items()]
+    lines += table(["kind", "name", "with the patch"], titles)
+    lines += ["", "## Each family", ""]
+    detail = []
+    for family in families:
+        present = [r for r in results if family in r["families"]]
+        errors = [
+            (c.get("patched_error", 0.0), c.get("gradients_error", 0.0))
+            for r in present
+            for c in r["families"][family].values()
+        ]
+        foreign = max(
+            c.get("perturbation_error", 0.0)
+            for r in present
+            for c in r["families"][family].values()
+        )
+        detail.append(
+            [
+                f"`{family}`",
+                f"{present[0]['release']} … {present[-1]['release']}",
+                f"{max(e[0] for e in errors):.0e}",
+                f"{max(e[1] for e in errors):.0e}",
+                f"{foreign:.0e}" if foreign else "0",
+            ]
+        )
+    lines += table(
+        ["family", "releases", "largest error, logits", "gradients", "foreign example"], detail
+    )
+    lines += ["", "## Quirks of single releases", ""]
+    for family in registry.families().values():
+        lines += [f"- {family.title} ({note.releases}): {note.text}" for note in family.notes]
+    broken: dict[str, list[str]] = {}
+    for result in results:
+        for family, by_implementation in result["families"].items():
+            for implementation, cells in by_implementation.items():
+                if "stock_broken" in cells:
+                    text = cells["stock_broken"].split(":")[0] + ": " + _brief(cells["stock_broken"])
+                    broken.setdefault(text, []).append(
+                        f"{family}/{implementation} {result['release']}"
+                    )
+    lines += ["", "### Where stock cannot run one example in float32 by itself", ""]
+    lines += [
+        "There packed was compared with the same weights loaded as eager.",
+        "",
+    ]
+    lines += [f"- {text} — {', '.join(where)}" for text, where in sorted(broken.items())]
+    faults = [
+        f"- {result['release']} {family}/{implementation} {kind}: {cell}"
+        for result in results
+        for family, by_implementation in result["families"].items()
+        for implementation, cells in by_implementation.items()
+        for kind, cell in cells.get("faults", {}).items()
+    ]
+    if faults:
+        lines += ["", "## Faults", "", *faults]
+    return "\n".join(lines) + "\n"
+
+
+def _brief(text: str) -> str:
+    tail = text.split(":", 1)[-1].strip()
+    return tail[:90].replace("|", "/")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="fail when the page is stale")
+    options = parser.parse_args(arguments)
+    text = render(load(RESULTS))
+    if options.check:
+        if TARGET.read_text(encoding="utf-8") == text:
+            return 0
+        print("compat_matrix.md is stale: run python -m tests.matrix.render")
+        return 1
+    TARGET.write_text(text, encoding="utf-8")
+    print(f"wrote {TARGET.name}: {len(text.splitlines())} lines")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
