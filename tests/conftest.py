@@ -1,0 +1,43 @@
+"""Shared fixtures: tiny real models, and what they give for each example alone."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests.matrix import models
+from tests.matrix.kinds import TWO, Call, _positions
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """Transformers warns of tiny configs; errors still show."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    logging.disable(logging.WARNING)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.fixture
+def build() -> Callable[..., torch.nn.Module]:
+    def make(family: str = "llama", implementation: str = "sdpa", **more: object) -> torch.nn.Module:
+        return models.build(models.FAMILIES[family], implementation, **more)
+
+    return make
+
+
+@pytest.fixture
+def packed() -> Call:
+    """Two packed rows of 20 tokens: examples of 4, 9, 7 and 11, 1, 8."""
+    call = _positions(TWO)
+    del call.kwargs["use_cache"]  # its default is True, with which stock mixes examples
+    return call
