@@ -74,9 +74,7 @@ def _plan(found: Detection, kernel: str, note: Optional[str]) -> PatchReport:
     edits.append(Edit(found.base, "post", CountHook(patch), hook="post"))
     for holder in found.holders:
         pooled = found.pooled.get(id(holder))
-        edits.append(
-            Edit(holder, "pre", ModelHook(patch, base=False, pooled=pooled), hook="pre")
-        )
+        edits.append(Edit(holder, "pre", ModelHook(patch, base=False, pooled=pooled), hook="pre"))
     edits.append(Edit(found.base, ATTRIBUTE, patch))
     chosen = _kernel_now(patch)
     notes = [note] if note else []
@@ -204,5 +202,3 @@ def supports(model_or_config: Any) -> Verdict:
     return Verdict(
         found.subject, name, str(release), (*reasons, *found.reasons), tuple(found.notes)
     )
-
-

@@ -116,7 +116,7 @@ def autocast_dtype(device_type: str) -> Optional[torch.dtype]:
 def storages_keep_attributes() -> bool:
     """Whether a storage's Python object lives as long as the storage (torch 2.2 and later)."""
     tensor = torch.zeros(1)
-    tensor.untyped_storage()._fa2_pack_patch_probe = True
+    setattr(tensor.untyped_storage(), "_fa2_pack_patch_probe", True)  # noqa: B010
     alias = tensor.view(1, 1).detach()
     del tensor
     return getattr(alias.untyped_storage(), "_fa2_pack_patch_probe", False)

@@ -1,4 +1,4 @@
-"""Which family a model is, whether this release's code is the one known, and every reason if not."""
+"""Which family a model is, whether its code is the one known, and every reason if not."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from .interceptors import INTERCEPTORS
 from .registry import Family, Span, by_base_class, by_model_type, families
 
 _REFUSED_WRAPPERS = {
-    "DataParallel": "nn.DataParallel copies the model at each forward; use "
-    "DistributedDataParallel",
+    "DataParallel": "nn.DataParallel copies the model at each forward; use DistributedDataParallel",
 }
 
 
@@ -207,7 +206,9 @@ def _attention(
             "load with 'sdpa', 'eager', 'flash_attention_2', 'flash_attention_3' or a hub kernel "
             "whose name says flash"
         )
-    owner = class_of(first) if span.packed_class is None else getattr(code, span.packed_class, None)
+    owner: Any = (
+        class_of(first) if span.packed_class is None else getattr(code, span.packed_class, None)
+    )
     if owner is None:
         result.reasons.append(f"{family.module} has no class {span.packed_class}")
         return
@@ -221,7 +222,9 @@ def _attention(
 
 
 def _mixes(module: torch.nn.Module) -> bool:
-    return bool(re.search(r"Attention|Mamba|Mixer|DeltaNet|Recurrent|Conv1d", type(module).__name__))
+    return bool(
+        re.search(r"Attention|Mamba|Mixer|DeltaNet|Recurrent|Conv1d", type(module).__name__)
+    )
 
 
 def _not_its_own(owner: type) -> Optional[str]:
@@ -245,13 +248,14 @@ def _foreign(module: torch.nn.Module, label: str) -> Optional[str]:
     inner = inspect.unwrap(getattr(forward, "func", forward))
     home = getattr(inner, "__module__", None) or type(forward).__module__
     return (
-        f"{label}.forward was replaced on the module itself by {home}; undo that patch before "
-        "apply"
+        f"{label}.forward was replaced on the module itself by {home}; undo that patch before apply"
     )
 
 
 def _why_no_family(model: torch.nn.Module) -> list[str]:
-    pretrained = next((m for m in model.modules() if is_pretrained(m) or hasattr(m, "config")), None)
+    pretrained = next(
+        (m for m in model.modules() if is_pretrained(m) or hasattr(m, "config")), None
+    )
     if pretrained is None:
         return [f"{type(model).__name__} holds no Transformers model of a supported family"]
     model_type = getattr(getattr(pretrained, "config", None), "model_type", None)

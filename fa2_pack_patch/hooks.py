@@ -230,8 +230,9 @@ class CountHook:
         missed = [s for s in self.patch.sites if s.index not in run.done]
         raise PackingError(
             f"{len(missed)} of {len(self.patch.sites)} attention layers did not run packed: "
-            f"{', '.join(s.label for s in missed[:4])}. Their forward was replaced after apply (now "
-            f"{_owner(missed[0].module)}); the result would mix examples. Apply fa2_pack_patch last."
+            f"{', '.join(s.label for s in missed[:4])}. Their forward was replaced after apply "
+            f"(now {_owner(missed[0].module)}); the result would mix examples. Apply "
+            "fa2_pack_patch last."
         )
 
 
@@ -251,7 +252,7 @@ class PackedForward:
                 return self.before(*args, **kwargs)
             return type(site.module).forward(site.module, *args, **kwargs)
         if kwargs.get("attention_mask") is not None:
-            kwargs["attention_mask"] = None  # eager's own; some flash classes would slice keys by it
+            kwargs["attention_mask"] = None  # eager's own; some flash classes slice keys by it
         token = CURRENT.set(run)
         try:
             return INTERCEPTORS[site.span.via].run(site, run, args, kwargs)
@@ -298,7 +299,7 @@ def _to_host(
     moved: dict[int, torch.Tensor] = {}
     if len(on_device) > 1 and len({t.device for t in on_device}) == 1:
         joined = torch.cat([t.reshape(-1).to(torch.float64) for t in on_device]).cpu()
-        parts = joined.split([t.numel() for t in on_device])
+        parts = joined.split_with_sizes([t.numel() for t in on_device])
         moved = {id(t): p.view(t.shape) for t, p in zip(on_device, parts)}
 
     def host(t: Any) -> Any:

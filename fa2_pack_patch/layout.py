@@ -188,7 +188,7 @@ class PackedLayout:
                 f"this layout has {self.tokens} tokens, got a tensor of shape "
                 f"{tuple(tensor.shape)}; give (rows, tokens, ...) or (tokens, ...)."
             )
-        parts = torch.split(flat, list(self.lengths))
+        parts = flat.split_with_sizes(list(self.lengths))
         return [p for p, pad in zip(parts, self.padding or (False,) * self.examples) if not pad]
 
     def mask(self) -> torch.Tensor:
@@ -287,9 +287,9 @@ def read_boundaries(
             f"({quote(what[row])}). In a packed row an example must not be interrupted by padding; "
             "move the padding to its end."
         )
-    at = start.flatten().nonzero().flatten()
-    ends = torch.cat([at, torch.tensor([rows * tokens])])
-    return Boundaries(ends.diff().tolist(), (~real).flatten()[at].tolist())
+    firsts = start.flatten().nonzero().flatten()
+    ends = torch.cat([firsts, torch.tensor([rows * tokens])])
+    return Boundaries(ends.diff().tolist(), (~real).flatten()[firsts].tolist())
 
 
 def _read_mask(

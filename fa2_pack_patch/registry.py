@@ -1,7 +1,8 @@
 """The families: one record for each TOML file of ``registry/``.
 
 The files are read once, when first asked for; adding a family is adding a file. Reading them runs
-no code of theirs. In a checkout they lie at the root's ``registry/``, in a wheel beside this module.
+no code of theirs. In a checkout they lie at the root's ``registry/``, in a wheel beside
+this module.
 """
 
 from __future__ import annotations

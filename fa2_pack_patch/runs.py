@@ -43,7 +43,6 @@ class Run:
         self.distinct = True
         self._sent: dict[torch.device, torch.Tensor] = {}
 
-
     def layout_positions(self, device: torch.device) -> torch.Tensor:
         """The positions on ``device``; sent once for each of them."""
         if device not in self._sent:
@@ -97,7 +96,9 @@ class Runs:
     def _by_value(self, position_ids: torch.Tensor) -> Optional[Run]:
         # Offloaded or moved to another device between forward and recompute: another storage.
         with self._lock:
-            alive = [r for r in self._weak if r.distinct and r.positions.shape == position_ids.shape]
+            alive = [
+                r for r in self._weak if r.distinct and r.positions.shape == position_ids.shape
+            ]
         if not alive:
             return None
         host = position_ids.detach().cpu()

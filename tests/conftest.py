@@ -29,7 +29,9 @@ def quiet() -> Iterator[None]:
 
 @pytest.fixture
 def build() -> Callable[..., torch.nn.Module]:
-    def make(family: str = "llama", implementation: str = "sdpa", **more: object) -> torch.nn.Module:
+    def make(
+        family: str = "llama", implementation: str = "sdpa", **more: object
+    ) -> torch.nn.Module:
         return models.build(models.FAMILIES[family], implementation, **more)
 
     return make

@@ -147,7 +147,9 @@ def test_pickling(build: Build, packed: Call, how: str) -> None:
     assert error_of(loaded, packed, reference) < LIMIT
 
 
-def test_save_pretrained_writes_what_the_unpatched_model_writes(build: Build, tmp_path: Path) -> None:
+def test_save_pretrained_writes_what_the_unpatched_model_writes(
+    build: Build, tmp_path: Path
+) -> None:
     model = build()
     model.save_pretrained(tmp_path / "before")
     fpp.apply(model)
@@ -172,7 +174,11 @@ def test_threads_each_see_their_own_layout(build: Build, packed: Call) -> None:
 
     model, reference = build(), References(build())
     fpp.apply(model)
-    calls = [packed, _positions([[3, 5, 12], [9, 9, 2]], seed=7), _positions([[6, 6], [1, 11]], seed=3)]
+    calls = [
+        packed,
+        _positions([[3, 5, 12], [9, 9, 2]], seed=7),
+        _positions([[6, 6], [1, 11]], seed=3),
+    ]
     for call in calls:
         error_of(model, call, reference)  # fills the references
     errors: list[float] = []

@@ -135,7 +135,9 @@ def test_flash_kernels_state_every_reason(name: str) -> None:
 
 
 def test_torch_flash_has_no_softcap() -> None:
-    assert any("softcap" in r for r in kernels.get("torch_flash").refuses(replace(CALL, softcap=5.0)))
+    assert any(
+        "softcap" in r for r in kernels.get("torch_flash").refuses(replace(CALL, softcap=5.0))
+    )
 
 
 def test_unknown_kernel_is_quoted() -> None:

@@ -1,4 +1,4 @@
-"""What the interceptors share: running a forward with a name rebound, and the call to the kernel."""
+"""What the interceptors share: a forward run with a name rebound, and the call to the kernel."""
 
 from __future__ import annotations
 
@@ -129,7 +129,9 @@ def attend(
             "a cache cannot go with packed rows: pass use_cache=False and no past_key_values."
         )
     dtype = _target_dtype(site.module, query, key, value)
-    q, k, v = (t.reshape(layout.tokens, t.shape[2], t.shape[3]).to(dtype) for t in (query, key, value))
+    q, k, v = (
+        t.reshape(layout.tokens, t.shape[2], t.shape[3]).to(dtype) for t in (query, key, value)
+    )
     scale, window, softcap = site.core(scale, handed_window, softcap)
     if isinstance(dropout, torch.nn.Dropout):
         dropout = dropout.p

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Callable, Optional
 
 import torch
 
-from .base import attend, rebound, uses_name, Interceptor
+from .base import Interceptor, attend, rebound, uses_name
 from .interface import _Only
 
 if TYPE_CHECKING:

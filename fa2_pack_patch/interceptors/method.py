@@ -1,4 +1,4 @@
-"""4.34 to 4.42: the method ``_flash_attention_forward`` of the flash class, or GPT-J's ``_attn``."""
+"""4.34 to 4.42: the flash class's method ``_flash_attention_forward``, or GPT-J's ``_attn``."""
 
 from __future__ import annotations
 
@@ -49,7 +49,13 @@ class PackedMethod:
         )
 
     def _core(
-        self, run: Run, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+        self,
+        run: Run,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *_: Any,
+        **__: Any,
     ) -> tuple[torch.Tensor, None]:
         out = attend(
             self.site,

@@ -13,9 +13,7 @@ from .sdpa import Sdpa
 from .torch_flash import TorchFlash
 
 #: In the order in which "auto" tries them.
-KERNELS: dict[str, Kernel] = {
-    k.name: k for k in (FlashAttn(), FlashAttn3(), TorchFlash(), Sdpa())
-}
+KERNELS: dict[str, Kernel] = {k.name: k for k in (FlashAttn(), FlashAttn3(), TorchFlash(), Sdpa())}
 
 __all__ = ["KERNELS", "AttentionCall", "Kernel", "choose", "get", "reset"]
 

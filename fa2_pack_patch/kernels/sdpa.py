@@ -40,7 +40,7 @@ class Sdpa(Kernel):
     ) -> torch.Tensor:
         lengths = list(layout.lengths)
         parts = []
-        for qe, ke, ve in zip(q.split(lengths), k.split(lengths), v.split(lengths)):
+        for qe, ke, ve in zip(*(t.split_with_sizes(lengths) for t in (q, k, v))):
             # (1, heads, length, head_dim)
             one = (t.transpose(0, 1)[None] for t in (qe, ke, ve))
             out = _attention(*one, scale=scale, window=window, softcap=softcap, dropout=dropout)

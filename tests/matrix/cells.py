@@ -10,6 +10,7 @@ import argparse
 import copy
 import json
 import logging
+import math
 import platform
 import sys
 import time
@@ -79,7 +80,7 @@ def compare(logits: torch.Tensor, call: Call, reference: References) -> float:
     for e in call.examples:
         got = logits[e.row, e.start : e.start + len(e.tokens)].float()
         error = (got - reference(e)).abs().max().item()
-        worst = max(worst, error if error == error else float("inf"))
+        worst = max(worst, float("inf") if math.isnan(error) else error)
     return worst
 
 
@@ -177,9 +178,7 @@ def _targets(example: Example) -> torch.Tensor:
 
 
 def _clone_grads(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {
-        n: p.grad.detach().clone() for n, p in model.named_parameters() if p.grad is not None
-    }
+    return {n: p.grad.detach().clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
 def separate_gradients(model: torch.nn.Module, calls: list[Call]) -> dict[str, torch.Tensor]:
@@ -203,19 +202,19 @@ def packed_loss(model: torch.nn.Module, call: Call) -> torch.Tensor:
     return model(**call.kwargs, labels=labels).loss
 
 
-def compare_gradients(
-    got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]
-) -> Cell:
+def compare_gradients(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> Cell:
     missing = sorted(set(want) - set(got))
     if missing:
         return {"status": "wrong", "detail": f"no gradient for {missing[:3]}"}
     worst = max((got[n] - g).abs().max().item() for n, g in want.items())
-    if worst != worst:
+    if math.isnan(worst):
         worst = float("inf")
     return {"status": "right" if worst < LIMIT else "wrong", "error": worst}
 
 
-def gradients(model: torch.nn.Module, references: dict[str, dict[str, torch.Tensor]]) -> dict[str, Cell]:
+def gradients(
+    model: torch.nn.Module, references: dict[str, dict[str, torch.Tensor]]
+) -> dict[str, Cell]:
     """Plain, both kinds of activation checkpointing, and two forwards before their backwards."""
     first, second = _positions(TWO), _positions([[3, 5, 12], [9, 9, 2]], seed=7)
     cells: dict[str, Cell] = {}
@@ -439,7 +438,8 @@ def compact(result: dict[str, Any]) -> str:
     rows = []
     for name, by_implementation in families.items():
         inner = ",\n".join(
-            f"  {json.dumps(i)}: {json.dumps(c, sort_keys=True)}" for i, c in by_implementation.items()
+            f"  {json.dumps(i)}: {json.dumps(c, sort_keys=True)}"
+            for i, c in by_implementation.items()
         )
         rows.append(f" {json.dumps(name)}: {{\n{inner}\n }}")
     return lines[0] + "\n" + ",\n".join(rows) + "\n}}\n"

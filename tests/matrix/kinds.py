@@ -221,7 +221,9 @@ KINDS = [
     Kind("padded_middle", "packed row, padding inside", "right", lambda m: _masked(ONE, "middle")),
     Kind("padded_rows", "two packed rows, padded", "right", lambda m: _masked(TWO, "right")),
     Kind("segments", "segment-id mask, no padding", "right", lambda m: _segments(ONE, 0)),
-    Kind("segments_rows", "segment-id mask, two rows, padded", "right", lambda m: _segments(TWO, 3)),
+    Kind(
+        "segments_rows", "segment-id mask, two rows, padded", "right", lambda m: _segments(TWO, 3)
+    ),
     Kind("varlen", "cu_seq_lens and max_length given", "right", lambda m: _varlen(TWO)),
     Kind("embeds", "inputs_embeds, two rows", "right", _embeds),
     Kind("one_token", "examples of one token", "right", lambda m: _positions([[1, 1, 3, 1]])),
@@ -240,13 +242,22 @@ KINDS = [
     Kind("left", "padded left", "unchanged", lambda m: _padded("left", False)),
     Kind("left_ids", "padded left, pads at 1", "unchanged", lambda m: _padded("left", True)),
     Kind("right_ids", "padded right, pads at 1", "unchanged", lambda m: _padded("right", True)),
-    Kind("bad_lengths", "cu_seq_lens that do not add up", "refused", lambda m: _refused(_short, True)),
-    Kind("partial", "varlen partly given", "refused", lambda m: _refused(_drop("max_length_k"), True)),
+    Kind(
+        "bad_lengths", "cu_seq_lens that do not add up", "refused", lambda m: _refused(_short, True)
+    ),
+    Kind(
+        "partial", "varlen partly given", "refused", lambda m: _refused(_drop("max_length_k"), True)
+    ),
     Kind("contradiction", "contradictory boundaries", "refused", lambda m: _refused(_contradict)),
     Kind("rank", "position_ids of rank 3", "refused", lambda m: _refused(_rank)),
     Kind("mask_4d", "a 4-D mask on a packed row", "refused", lambda m: _refused(_four_d)),
     Kind("filled_cache", "a filled cache with resets", "refused", _filled_cache),
-    Kind("attentions", "output_attentions on a packed row", "refused", lambda m: _refused(_attentions)),
+    Kind(
+        "attentions",
+        "output_attentions on a packed row",
+        "refused",
+        lambda m: _refused(_attentions),
+    ),
 ]
 
 #: What is generated, stock and patched, by its name.

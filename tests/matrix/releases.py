@@ -1,4 +1,4 @@
-"""The releases of the matrix, and a folder of its own for each: ``python -m tests.matrix.releases``.
+"""The releases of the matrix, and a folder for each: ``python -m tests.matrix.releases``.
 
 One environment with torch serves nearly all; a release's folder holds Transformers and the
 tokenizers and huggingface-hub that it asks for, and goes in front by PYTHONPATH.
@@ -18,24 +18,103 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 #: Every minor at its last patch release, and the patch releases at which packing changed.
-RELEASES = (
-    "4.34.1 4.35.2 4.36.2 4.37.2 4.38.2 4.39.3 4.40.2 4.41.2 4.42.4 4.43.4 4.44.0 4.44.2 4.45.2 "
-    "4.46.3 4.47.1 4.48.3 4.49.0 4.50.3 4.51.3 4.52.4 4.53.0 4.53.3 4.54.0 4.54.1 4.55.0 4.55.4 "
-    "4.56.2 4.57.6 5.0.0 5.1.0 5.2.0 5.3.0 5.4.0 5.5.4 5.6.0 5.6.2 5.7.0 5.8.1 5.9.0 5.10.4 5.11.0 "
-    "5.12.1 5.13.1 5.14.1 5.15.1 5.16.1 5.17.0 5.18.0 5.19.0 5.20.2 5.21.1 5.22.2 5.23.0 5.24.0"
-).split()
+RELEASES = [
+    "4.34.1",
+    "4.35.2",
+    "4.36.2",
+    "4.37.2",
+    "4.38.2",
+    "4.39.3",
+    "4.40.2",
+    "4.41.2",
+    "4.42.4",
+    "4.43.4",
+    "4.44.0",
+    "4.44.2",
+    "4.45.2",
+    "4.46.3",
+    "4.47.1",
+    "4.48.3",
+    "4.49.0",
+    "4.50.3",
+    "4.51.3",
+    "4.52.4",
+    "4.53.0",
+    "4.53.3",
+    "4.54.0",
+    "4.54.1",
+    "4.55.0",
+    "4.55.4",
+    "4.56.2",
+    "4.57.6",
+    "5.0.0",
+    "5.1.0",
+    "5.2.0",
+    "5.3.0",
+    "5.4.0",
+    "5.5.4",
+    "5.6.0",
+    "5.6.2",
+    "5.7.0",
+    "5.8.1",
+    "5.9.0",
+    "5.10.4",
+    "5.11.0",
+    "5.12.1",
+    "5.13.1",
+    "5.14.1",
+    "5.15.1",
+    "5.16.1",
+    "5.17.0",
+    "5.18.0",
+    "5.19.0",
+    "5.20.2",
+    "5.21.1",
+    "5.22.2",
+    "5.23.0",
+    "5.24.0",
+]
 
 #: What CI runs: one release on each side of every boundary.
-BOUNDARIES = (
-    "4.34.1 4.36.2 4.38.2 4.42.4 4.43.4 4.44.2 4.46.3 4.47.1 4.48.3 4.52.4 4.53.3 4.55.4 4.57.6 "
-    "5.0.0 5.6.2 5.15.1 5.23.0 5.24.0"
-).split()
+BOUNDARIES = [
+    "4.34.1",
+    "4.36.2",
+    "4.38.2",
+    "4.42.4",
+    "4.43.4",
+    "4.44.2",
+    "4.46.3",
+    "4.47.1",
+    "4.48.3",
+    "4.52.4",
+    "4.53.3",
+    "4.55.4",
+    "4.57.6",
+    "5.0.0",
+    "5.6.2",
+    "5.15.1",
+    "5.23.0",
+    "5.24.0",
+]
 
 #: What Transformers of any release imports besides; pure or version-tolerant, shared by all.
-SHARED = (
-    "numpy<2 packaging safetensors tqdm regex pyyaml filelock requests fsspec typer httpx httpx2 "
-    "httpcore2 jinja2 psutil"
-).split()
+SHARED = [
+    "numpy<2",
+    "packaging",
+    "safetensors",
+    "tqdm",
+    "regex",
+    "pyyaml",
+    "filelock",
+    "requests",
+    "fsspec",
+    "typer",
+    "httpx",
+    "httpx2",
+    "httpcore2",
+    "jinja2",
+    "psutil",
+]
 
 
 def root() -> Path:

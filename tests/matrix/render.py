@@ -60,7 +60,7 @@ def family_cell(result: Result, family: str) -> str:
 def spans(results: list[Result], column: Any) -> list[tuple[str, list[str]]]:
     """Adjacent releases with the same column, as ("4.34 … 4.36", column)."""
     found = []
-    for value, group in groupby(results, key=lambda r: column(r)):
+    for value, group in groupby(results, key=column):
         names = [r["release"] for r in group]
         label = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
         found.append((label, value))
@@ -187,7 +187,9 @@ def render(results: list[Result]) -> str:
         for family, by_implementation in result["families"].items():
             for implementation, cells in by_implementation.items():
                 if "stock_broken" in cells:
-                    text = cells["stock_broken"].split(":")[0] + ": " + _brief(cells["stock_broken"])
+                    text = (
+                        cells["stock_broken"].split(":")[0] + ": " + _brief(cells["stock_broken"])
+                    )
                     broken.setdefault(text, []).append(
                         f"{family}/{implementation} {result['release']}"
                     )

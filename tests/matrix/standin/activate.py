@@ -16,7 +16,7 @@ def activate() -> None:
     if here in sys.path:
         return
     sys.path.insert(0, here)
-    import transformers.utils as utils
+    from transformers import utils
     from transformers.utils import import_utils
 
     def yes(*_: Any, **__: Any) -> bool:

@@ -1,4 +1,4 @@
-"""NOT flash-attn: its two functions in plain torch, so that tests can run the flash classes on a CPU.
+"""NOT flash-attn: its two functions in plain torch, for tests of the flash classes on a CPU.
 
 Semantics as in flash-attn 2: bottom-right causal alignment, grouped-query heads, window_size in
 keys to the left and right of the query, softcap.

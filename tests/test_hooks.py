@@ -1,0 +1,304 @@
+"""What a packed call goes through: kinds of input, boundaries, recompute, refusals, labels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import fa2_pack_patch as fpp
+from fa2_pack_patch import hooks, interceptors
+from tests.matrix import models
+from tests.matrix.cells import (
+    MOE_NOISE,
+    References,
+    compare,
+    generations,
+    gradients,
+    outcome,
+    packed_loss,
+    perturbation,
+    run_refused,
+    same,
+    separate_gradients,
+)
+from tests.matrix.kinds import KINDS, TWO, Call, Kind, _positions
+
+Build = Callable[..., torch.nn.Module]
+LIMIT = 2e-4
+PACKED = [k for k in KINDS if k.outcome == "right"]
+QUIET = [k for k in KINDS if k.outcome == "unchanged"]
+REFUSED = [k for k in KINDS if k.outcome == "refused"]
+
+
+@pytest.mark.parametrize("kind", PACKED, ids=lambda k: k.name)
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "falcon_new"])
+def test_packed_equals_separate(build: Build, family: str, implementation: str, kind: Kind) -> None:
+    model, reference = build(family, implementation), References(build(family, implementation))
+    fpp.apply(model)
+    call = kind.make(model)
+    with torch.no_grad():
+        assert compare(model(**call.kwargs).logits, call, reference) < LIMIT
+
+
+@pytest.mark.parametrize("kind", QUIET, ids=lambda k: k.name)
+def test_other_calls_are_bitwise_unchanged(build: Build, kind: Kind) -> None:
+    model = build("mistral", "sdpa")
+    before = outcome(model, kind)
+    assert isinstance(before, torch.Tensor)
+    fpp.apply(model)
+    assert same(before, outcome(model, kind))["status"] == "unchanged"
+
+
+def test_generation_is_unchanged(build: Build) -> None:
+    model = build("llama", "sdpa")
+    before = generations(model)
+    assert sum(isinstance(v, torch.Tensor) for v in before.values()) >= 5
+    fpp.apply(model)
+    for name, value in generations(model).items():
+        assert same(before[name], value)["status"] == "unchanged", name
+
+
+@pytest.mark.parametrize("kind", REFUSED, ids=lambda k: k.name)
+def test_contradictions_are_refused(build: Build, kind: Kind) -> None:
+    model = build("llama", "sdpa")
+    fpp.apply(model)
+    cell = run_refused(model, kind)
+    assert cell["status"] == "refused", cell
+
+
+@pytest.mark.parametrize("family", list(models.FAMILIES))
+def test_every_family_in_this_release(build: Build, packed: Call, family: str) -> None:
+    model, reference = build(family, "eager"), References(build(family, "eager"))
+    fpp.apply(model)
+    with torch.no_grad():
+        assert compare(model(**packed.kwargs).logits, packed, reference) < LIMIT
+    cell = perturbation(model, models.FAMILIES[family].family)
+    assert cell["status"] == "right", cell
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "mixtral"])
+def test_gradients_recompute_and_two_forwards(build: Build, family: str) -> None:
+    model, alone = build(family, "eager"), build(family, "eager").train()
+    first, second = _positions(TWO), _positions([[3, 5, 12], [9, 9, 2]], seed=7)
+    wanted = {
+        "1": separate_gradients(alone, [first]),
+        "2": separate_gradients(alone, [first, second]),
+    }
+    fpp.apply(model)
+    cells = gradients(model, wanted)
+    assert set(cells) == {"plain", "two_forwards", "checkpoint", "checkpoint_reentrant"}
+    for name, cell in cells.items():
+        assert cell["status"] == "right", (name, cell)
+
+
+def test_recompute_of_offloaded_activations(build: Build) -> None:
+    """Saved tensors that went elsewhere and back lie in another storage."""
+    model, alone = build("llama", "eager").train(), build("llama", "eager").train()
+    call = _positions(TWO)
+    want = separate_gradients(alone, [call])
+    fpp.apply(model)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    model.enable_input_require_grads()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+        packed_loss(model, call).backward()
+    for name, parameter in model.named_parameters():
+        assert torch.allclose(parameter.grad, want[name], atol=LIMIT), name
+
+
+def test_no_gradient_reaches_another_example(build: Build) -> None:
+    model = build("llama", "sdpa")
+    fpp.apply(model)
+    call = _positions(TWO)
+    ids = call.kwargs.pop("input_ids")
+    embeds = model.get_input_embeddings()(ids).detach().requires_grad_()
+    logits = model(**call.kwargs, inputs_embeds=embeds).logits
+    logits[0, 4:13].sum().backward()
+    own = torch.zeros(2, 20, dtype=torch.bool)
+    own[0, 4:13] = True
+    assert (embeds.grad[~own] == 0).all()
+    assert (embeds.grad[own] != 0).any()
+
+
+def test_the_first_label_of_an_example_is_no_target(build: Build) -> None:
+    model, alone = build(), build()
+    fpp.apply(model)
+    call = _positions(TWO)
+    ids = call.kwargs["input_ids"]
+    given = ids.clone()
+    loss = model(**call.kwargs, labels=given).loss
+    total, count = 0.0, 0
+    for e in call.examples:
+        logits = alone(input_ids=e.tokens[None]).logits[0].float()
+        total += torch.nn.functional.cross_entropy(
+            logits[:-1], e.tokens[1:], reduction="sum"
+        ).item()
+        count += len(e.tokens) - 1
+    assert loss.item() == pytest.approx(total / count, abs=LIMIT)
+    assert torch.equal(given, ids)
+
+
+def test_positional_arguments(build: Build, packed: Call) -> None:
+    model, reference = build(), References(build())
+    fpp.apply(model)
+    ids, positions = packed.kwargs["input_ids"], packed.kwargs["position_ids"]
+    hidden = model.model(ids, None, positions).last_hidden_state
+    assert compare(model.lm_head(hidden), packed, reference) < LIMIT
+
+
+def test_the_callers_tensors_are_left_alone(build: Build) -> None:
+    model = build()
+    fpp.apply(model)
+    for kind in PACKED:
+        call = kind.make(model)
+        copies = {k: v.clone() for k, v in call.kwargs.items() if isinstance(v, torch.Tensor)}
+        model(**call.kwargs)
+        for name, value in copies.items():
+            assert torch.equal(call.kwargs[name], value), (kind.name, name)
+
+
+def test_an_exception_in_the_kernel_leaves_nothing_behind(
+    build: Build, packed: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, reference = build(), References(build())
+    fpp.apply(model)
+    with monkeypatch.context() as patch:
+        kernel = fpp.kernels.get("sdpa")
+        patch.setattr(type(kernel), "__call__", lambda *a, **k: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(**packed.kwargs)
+    with torch.no_grad():
+        assert compare(model(**packed.kwargs).logits, packed, reference) < LIMIT
+    assert interceptors.method.CURRENT.get() is None
+
+
+def test_errors_quote_the_input(build: Build) -> None:
+    model = build()
+    fpp.apply(model)
+    said = {k.name: run_refused(model, k)["detail"] for k in REFUSED}
+    assert "[0, 4, 13, 14]" in said["bad_lengths"]
+    assert "20 tokens" in said["bad_lengths"]
+    assert "missing ['max_length_k']" in said["partial"]
+    assert "[0, 6, 20]" in said["contradiction"]
+    assert "(3, 1, 20)" in said["rank"]
+    assert "(1, 1, 20, 20)" in said["mask_4d"]
+    assert "use_cache=False" in said["filled_cache"]
+
+
+def test_rope_that_depends_on_the_longest_example(build: Build) -> None:
+    scaling: dict[str, Any] = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    options = {"max_position_embeddings": 8, "rope_scaling": scaling}
+    model = build("llama", "sdpa", **options)
+    fpp.apply(model)
+    fine = _positions([[5, 8, 7]])
+    with torch.no_grad():
+        logits = model(**fine.kwargs).logits
+    assert compare(logits, fine, References(build("llama", "sdpa", **options))) < LIMIT
+    with pytest.raises(fpp.PackingError, match="example 1 reaches position 8.*dynamic"):
+        model(**_positions([[4, 9, 7]]).kwargs)
+
+
+def test_longrope_switches_all_or_is_refused(build: Build) -> None:
+    factors = [1.0, 1.5, 2.0, 2.5]
+    scaling = {
+        "rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": factors,
+        "original_max_position_embeddings": 8, "factor": 8.0, "rope_theta": 10000.0,
+    }  # fmt: skip
+    options = {"rope_scaling": scaling, "sliding_window": None}
+    if "phi3" in models.FAMILIES:
+        options["original_max_position_embeddings"] = 8
+    model = build("phi3", "sdpa", **options)
+    reference = References(build("phi3", "sdpa", **options))
+    fpp.apply(model)
+    for lengths in ([5, 8, 7], [9, 10, 11]):
+        call = _positions([lengths])
+        with torch.no_grad():
+            assert compare(model(**call.kwargs).logits, call, reference) < LIMIT, lengths
+    with pytest.raises(fpp.PackingError, match="longrope"):
+        model(**_positions([[5, 12]]).kwargs)
+
+
+def test_rows_longer_than_the_models_positions(build: Build) -> None:
+    model = build("llama", "sdpa", max_position_embeddings=8)
+    reference = References(build("llama", "sdpa", max_position_embeddings=8))
+    fpp.apply(model)
+    call = _positions([[8, 7, 8, 5, 8]])
+    with torch.no_grad():
+        assert compare(model(**call.kwargs).logits, call, reference) < LIMIT
+
+
+@pytest.mark.parametrize("fault", ["boundaries", "row_start", "global_layout", "window"])
+def test_the_tests_would_notice(build: Build, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    """Four mutants; each must make packed differ from separate."""
+    family = "mistral" if fault == "window" else "llama"
+    model, reference = build(family, "sdpa"), References(build(family, "sdpa"))
+    fpp.apply(model)
+    real = fpp.PackedLayout.from_lengths.__func__
+
+    if fault == "boundaries":
+
+        def one(cls: type, lengths: Any, **more: Any) -> Any:
+            return real(cls, [sum(lengths)], device=more["device"])
+
+        monkeypatch.setattr(fpp.PackedLayout, "from_lengths", classmethod(one))
+    elif fault == "row_start":
+
+        def merged(cls: type, lengths: Any, **more: Any) -> Any:
+            lengths = list(lengths)
+            joined = lengths[:2] + [lengths[2] + lengths[3]] + lengths[4:]
+            return real(cls, joined, device=more["device"])
+
+        monkeypatch.setattr(fpp.PackedLayout, "from_lengths", classmethod(merged))
+    elif fault == "window":
+        from fa2_pack_patch.patch import Site
+
+        core = Site.core
+        monkeypatch.setattr(Site, "core", lambda *a: (core(*a)[0], None, core(*a)[2]))
+    else:
+        alone = build(family, "sdpa").train()
+        first, second = _positions(TWO), _positions([[3, 5, 12], [9, 9, 2]], seed=7)
+        wanted = {
+            "1": separate_gradients(alone, [first]),
+            "2": separate_gradients(alone, [first, second]),
+        }
+        runs, last = type(model.model._fa2_pack_patch.runs), {}
+        bind = runs.bind
+
+        def remember(self: Any, tensor: torch.Tensor, run: Any) -> None:
+            last["run"] = run
+            bind(self, tensor, run)
+
+        monkeypatch.setattr(runs, "bind", remember)
+        monkeypatch.setattr(runs, "find", lambda self, tensor: last["run"])
+        cells = gradients(model, wanted)
+        assert cells["plain"]["status"] == "right"
+        assert cells["checkpoint"]["status"] in ("wrong", "error")  # torch may notice, too
+        assert cells["checkpoint_reentrant"]["status"] == "wrong"
+        return
+    call = _positions(TWO)
+    with torch.no_grad():
+        assert compare(model(**call.kwargs).logits, call, reference) > 10 * LIMIT
+
+
+def test_one_read_of_the_input_per_forward(
+    build: Build, packed: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build()
+    fpp.apply(model)
+    reads = []
+    real = hooks._to_host
+    monkeypatch.setattr(hooks, "_to_host", lambda *a: reads.append(1) or real(*a))
+    model(**packed.kwargs)
+    assert len(reads) == 1
+    model(input_ids=torch.arange(3, 9)[None], position_ids=torch.arange(6)[None])
+    assert len(reads) == 2
+    model(input_ids=torch.tensor([[5]]), position_ids=torch.tensor([[9]]))
+    model(input_ids=torch.tensor([[5, 6]]))
+    assert len(reads) == 2
+
+
+def test_moe_noise_is_the_only_allowance() -> None:
+    assert MOE_NOISE <= 1e-5
