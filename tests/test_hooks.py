@@ -289,8 +289,8 @@ def test_one_read_of_the_input_per_forward(
     model = build()
     fpp.apply(model)
     reads = []
-    real = hooks._to_host
-    monkeypatch.setattr(hooks, "_to_host", lambda *a: reads.append(1) or real(*a))
+    real = hooks.to_host
+    monkeypatch.setattr(hooks, "to_host", lambda *a: reads.append(1) or real(*a))
     model(**packed.kwargs)
     assert len(reads) == 1
     model(input_ids=torch.arange(3, 9)[None], position_ids=torch.arange(6)[None])
