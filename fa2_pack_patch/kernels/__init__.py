@@ -36,23 +36,32 @@ def get(name: str) -> Kernel:
 def choose(name: str, call: AttentionCall) -> Kernel:
     """The kernel for a call: the one named, or for "auto" the first that can.
 
+    A kernel after the chosen one, or beside the named one, is not probed: flash-attn is not even
+    imported for ``"sdpa"``.
+
     Raises:
         KernelUnavailableError: with every reason, and the names of the kernels that can.
     """
-    against = {}
-    for kernel in KERNELS.values():
-        missing = kernel.unavailable()
-        against[kernel.name] = [missing] if missing else kernel.refuses(call)
+    for kernel in KERNELS.values() if name == "auto" else [get(name)]:
+        if not _against(kernel, call):
+            return kernel
+    against = {k.name: _against(k, call) for k in KERNELS.values()}
     able = [n for n, reasons in against.items() if not reasons]
-    if name == "auto":
-        return KERNELS[able[0]]
-    kernel = get(name)
-    if name in able:
-        return kernel
-    raise KernelUnavailableError(
-        f"kernel={name!r} cannot serve this attention ({call}): {'; '.join(against[name])}. "
+    quoted = against.items() if name == "auto" else [(name, against[name])]
+    text = "; ".join(f"{n}: {', '.join(reasons)}" for n, reasons in quoted)
+    advice = (
         f"Kernels that can: {', '.join(able)}; apply with kernel={able[0]!r} or kernel='auto'."
+        if able
+        else "No kernel can."
     )
+    raise KernelUnavailableError(
+        f"kernel={name!r} cannot serve this attention ({call}). {text}. {advice}"
+    )
+
+
+def _against(kernel: Kernel, call: AttentionCall) -> list[str]:
+    missing = kernel.unavailable()
+    return [missing] if missing else kernel.refuses(call)
 
 
 def reset() -> None:

@@ -35,7 +35,7 @@ class AttentionCall:
 
     def __str__(self) -> str:
         text = (
-            f"{self.dtype} on {self.device.type}, {self.heads} query and {self.kv_heads} key heads "
+            f"{self.dtype} on {self.device}, {self.heads} query and {self.kv_heads} key heads "
             f"of {self.head_dim}"
         )
         if self.window:
@@ -90,9 +90,19 @@ class Kernel(ABC):
         """
 
 
+def capability(device: torch.device) -> tuple[int, int]:
+    """The compute capability of a CUDA device; (0, 0) of any other, and where torch sees none."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return 0, 0
+    return torch.cuda.get_device_capability(device)
+
+
 def flash_reasons(call: AttentionCall) -> list[str]:
     """What all flash-attention kernels have against a call: device, dtype, head size."""
     reasons = []
+    major, minor = capability(call.device)
+    if 0 < major < 8:
+        reasons.append(f"needs an Ampere GPU or later (compute capability 8), got {major}.{minor}")
     if call.device.type != "cuda":
         reasons.append(f"needs a CUDA device, got {call.device.type}")
     if call.dtype not in HALF:
@@ -102,18 +112,23 @@ def flash_reasons(call: AttentionCall) -> list[str]:
     return reasons
 
 
-def check_backward_range(q: torch.Tensor, layout: PackedLayout) -> None:
-    """Refuse what flash-attn 2's backward would index beyond int32.
+def check_backward_range(q: torch.Tensor, layout: PackedLayout, *, each_head: bool = False) -> None:
+    """Refuse what flash-attention's backward would index beyond int32.
 
     Its ``dq_accum`` holds ``(tokens + 128 * examples) * heads * head_dim`` elements, the head size
     rounded up to 32 (to 64 above 128), and is indexed with int32 (flash-attention issue 1500).
+
+    Args:
+        q: ``(tokens, heads, head_dim)``; nothing is checked unless it takes part in a backward.
+        layout: the examples.
+        each_head: the heads are indexed with int64 (FlashAttention-3), so only one must fit.
 
     Raises:
         PackingError: with the numbers.
     """
     if not (torch.is_grad_enabled() and q.requires_grad):
         return
-    heads, head_dim = q.shape[1], q.shape[2]
+    heads, head_dim = 1 if each_head else q.shape[1], q.shape[2]
     step = 32 if head_dim <= 128 else 64
     rounded = -(-head_dim // step) * step
     size = (layout.tokens + 128 * layout.examples) * heads * rounded

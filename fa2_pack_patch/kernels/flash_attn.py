@@ -35,7 +35,12 @@ def probe() -> tuple[Optional[Callable[..., Any]], frozenset[str], str, bool]:
 
 
 class FlashAttn(Kernel):
-    """flash-attn 2 on CUDA, float16 or bfloat16, head_dim up to 256."""
+    """flash-attn 2 on CUDA, float16 or bfloat16, head_dim up to 256.
+
+    Its backward is the deterministic one if the environment says FLASH_ATTENTION_DETERMINISTIC=1
+    (as in Transformers) and the installed version has it (2.4.1). A module that calls itself
+    ``__cpu_stand_in__`` (in the tests) is spared the questions of device, dtype and head size.
+    """
 
     name = "flash_attn"
 
@@ -45,6 +50,8 @@ class FlashAttn(Kernel):
     def refuses(self, call: AttentionCall) -> list[str]:
         _, names, _, stand_in = probe()
         reasons = [] if stand_in else flash_reasons(call)
+        if call.softcap and call.dropout:
+            reasons.append(f"has no dropout together with softcap, got {call.dropout}")
         if call.window and "window_size" not in names:
             reasons.append("this flash-attn has no window_size (2.3 has)")
         if call.softcap and "softcap" not in names:

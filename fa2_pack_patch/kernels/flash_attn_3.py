@@ -1,14 +1,20 @@
-"""FlashAttention-3 (``flash_attn_interface``): Hopper GPUs, no dropout."""
+"""FlashAttention-3 (``flash_attn_interface``): Hopper GPUs, no dropout.
+
+Its backward has flash-attn 2's ``dq_accum`` too, as ``(heads, (tokens + padding) * head_dim)`` with
+the heads at an int64 stride (``hopper/flash_bwd_postprocess_kernel.h``): only what one head holds
+must stay below 2**31.
+"""
 
 from __future__ import annotations
 
 import inspect
+import os
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Callable, Optional
 
 import torch
 
-from .base import AttentionCall, Kernel, flash_reasons
+from .base import AttentionCall, Kernel, capability, check_backward_range, flash_reasons
 
 if TYPE_CHECKING:
     from ..layout import PackedLayout
@@ -19,7 +25,7 @@ def probe() -> tuple[Optional[Callable[..., Any]], frozenset[str], str]:
     """The function, its parameters, and why there is none."""
     try:
         from flash_attn_interface import flash_attn_varlen_func as function
-    except Exception as error:
+    except Exception as error:  # a broken build raises more than ImportError
         return None, frozenset(), f"flash_attn_interface cannot be imported ({error})"
     return function, frozenset(inspect.signature(function).parameters), ""
 
@@ -35,8 +41,9 @@ class FlashAttn3(Kernel):
     def refuses(self, call: AttentionCall) -> list[str]:
         names = probe()[1]
         reasons = flash_reasons(call)
-        if call.device.type == "cuda" and torch.cuda.get_device_capability(call.device)[0] != 9:
-            reasons.append("needs a Hopper GPU (compute capability 9)")
+        major, minor = capability(call.device)
+        if major not in (0, 9):
+            reasons.append(f"needs a Hopper GPU (compute capability 9), got {major}.{minor}")
         if call.dropout:
             reasons.append(f"has no dropout, got {call.dropout}")
         if call.window and "window_size" not in names:
@@ -57,13 +64,16 @@ class FlashAttn3(Kernel):
         softcap: Optional[float],
         dropout: float,
     ) -> torch.Tensor:
-        function = probe()[0]
+        function, names, _ = probe()
         assert function is not None
+        check_backward_range(q, layout, each_head=True)
         more: dict[str, Any] = {}
         if window:
             more["window_size"] = (window - 1, 0)
         if softcap:
             more["softcap"] = softcap
+        if "deterministic" in names and os.environ.get("FLASH_ATTENTION_DETERMINISTIC") == "1":
+            more["deterministic"] = True
         out = function(
             q,
             k,

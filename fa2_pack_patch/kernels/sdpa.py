@@ -1,8 +1,11 @@
-"""Example by example with PyTorch's own attention: any device, any dtype, exact; the oracle."""
+"""Example by example with PyTorch's own attention: any device, any dtype, exact; the oracle.
+
+Also what "auto" takes for float32 on a GPU, which no flash kernel computes. Slower with many short
+examples: one launch for each, sized by ``layout.lengths``, so that nothing waits for the device.
+"""
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import TYPE_CHECKING, Optional
 
 import torch
@@ -45,7 +48,7 @@ class Sdpa(Kernel):
             one = (t.transpose(0, 1)[None] for t in (qe, ke, ve))
             out = _attention(*one, scale=scale, window=window, softcap=softcap, dropout=dropout)
             parts.append(out[0].transpose(0, 1))
-        return torch.cat(parts)
+        return torch.cat(parts).to(q.dtype)  # autocast gives its own dtype
 
 
 def _attention(
@@ -73,8 +76,9 @@ def _attention(
     )
 
 
-@lru_cache(maxsize=8)
 def _windowed(length: int, window: int, device: torch.device) -> torch.Tensor:
     """bool ``(length, length)``: the last ``window`` keys up to each query."""
+    # Not cached: long examples would keep gigabytes, and a mask made under inference_mode cannot
+    # be saved for a later backward.
     distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
     return (distance >= 0) & (distance < window)

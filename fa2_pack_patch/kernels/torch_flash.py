@@ -1,8 +1,11 @@
 """PyTorch's own FlashAttention-2 with variable lengths: no flash-attn needed.
 
 ``torch.nn.attention.varlen.varlen_attn`` where it takes a scale, a window and grouped-query heads;
-below that the operator it stands on, ``aten::_flash_attention_forward`` with cumulative lengths
-(in every torch from 2.1, with its own derivative). Both take grouped-query heads unrepeated.
+below that, and for dropout, which it has not, the operator it stands on:
+``aten::_flash_attention_forward`` with cumulative lengths (in every torch from 2.1; differentiable
+by torch's ``derivatives.yaml``; with a window from 2.5). Both are the same FlashAttention-2 kernel,
+which takes grouped-query heads unrepeated, and demands a head_dim in eights and a last dimension of
+stride 1 (``mha_varlen_fwd`` in torch's ``flash_api.cpp``).
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Callable, Optional
 
 import torch
 
-from .base import AttentionCall, Kernel, check_backward_range, flash_reasons
+from .base import AttentionCall, Kernel, capability, check_backward_range, flash_reasons
 
 if TYPE_CHECKING:
     from ..layout import PackedLayout
@@ -55,11 +58,16 @@ class TorchFlash(Kernel):
 
     def refuses(self, call: AttentionCall) -> list[str]:
         reasons = flash_reasons(call)
-        if call.device.type == "cuda" and torch.cuda.get_device_capability(call.device)[0] < 8:
-            reasons.append("needs an Ampere GPU or later (compute capability 8)")
+        windowed = "window_size_left" in probe()[1]
+        if call.needs_grad and call.head_dim > 192 and _is_small(call.device):
+            # Too little shared memory for this backward, but for 225 to 256 without dropout since
+            # flash-attn 2.5.5, which torch has had at the latest since its operator has a window.
+            served = windowed and call.head_dim > 224 and not call.dropout
+            if not served:
+                reasons.append(f"has no backward for head_dim {call.head_dim} on this GPU")
         if call.softcap:
             reasons.append(f"has no softcap, got {call.softcap}")
-        if call.window and "window_size_left" not in probe()[1]:
+        if call.window and not windowed:
             reasons.append(f"torch {torch.__version__} has no window in its flash operator")
         return reasons
 
@@ -81,8 +89,10 @@ class TorchFlash(Kernel):
         extra = -width % 8
         if extra:  # the kernel wants head_dim in eights; zeros change no score
             q, k, v = (torch.nn.functional.pad(t, (0, extra)) for t in (q, k, v))
+        q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
         cu, longest = layout.cu_seqlens, layout.max_seqlen
-        function, _ = probe()
+        left = window - 1 if window else -1
+        function, names = probe()
         if function is not None and not dropout:
             out: torch.Tensor = function(
                 q,
@@ -93,14 +103,20 @@ class TorchFlash(Kernel):
                 longest,
                 longest,
                 scale=scale,
-                window_size=(window - 1 if window else -1, 0),
+                window_size=(left, 0),
                 enable_gqa=q.shape[1] != k.shape[1],
             )
         else:
             more: dict[str, Any] = {}
-            if window:
-                more = {"window_size_left": window - 1, "window_size_right": 0}
+            if "window_size_left" in names:
+                more = {"window_size_left": left, "window_size_right": 0}
             out = torch.ops.aten._flash_attention_forward(
                 q, k, v, cu, cu, longest, longest, dropout, True, False, scale=scale, **more
             )[0]
         return out[..., :width] if extra else out
+
+
+def _is_small(device: torch.device) -> bool:
+    """Whether a multiprocessor has 100 KB of shared memory (consumer GPUs), not 160 KB or more."""
+    major, minor = capability(device)
+    return (major, minor) in ((8, 6), (8, 9)) or major == 12

@@ -31,10 +31,9 @@ def load(where: Path) -> list[Result]:
 
 def verdict(cells: Result | None) -> str:
     """One family, loaded as one implementation, in one release: ok, fault or none."""
-    if (
-        cells is None
-        or (set(cells) <= {"stock_broken", "patched", "stock", "gradients"}
-        and (cells.get("stock_broken") and not cells.get("patched")))
+    if cells is None or (
+        set(cells) <= {"stock_broken", "patched", "stock", "gradients"}
+        and (cells.get("stock_broken") and not cells.get("patched"))
     ):
         return "–"  # absent, or stock cannot even build it
     if "crash" in cells or "refused" in cells or not cells.get("patched"):
