@@ -227,6 +227,8 @@ def install(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> None:
 @pytest.mark.parametrize("name", ["flash_attn", "flash_attn_3", "varlen_attn", "operator"])
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("scale", [None, 0.7])
+# 12 is no multiple of 8: torch's kernel wants zeros, and the scale of 12 all the same.
+@pytest.mark.parametrize("dim", [12, 16])
 @pytest.mark.parametrize("heads", [(4, 4), (4, 1)])
 def test_the_arguments_of_the_flash_kernels(
     monkeypatch: pytest.MonkeyPatch,
@@ -234,6 +236,7 @@ def test_the_arguments_of_the_flash_kernels(
     window: int | None,
     scale: float | None,
     heads: tuple[int, int],
+    dim: int,
 ) -> None:
     softcap = None
     if name == "flash_attn":
@@ -258,13 +261,10 @@ def test_the_arguments_of_the_flash_kernels(
         monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", flash_operator)
         kernel = kernels.get("torch_flash")
     layout = PackedLayout.from_lengths(LENGTHS)
-    # 12 is no multiple of 8: torch's kernel wants zeros, and the scale of 12 all the same.
-    given = [
-        t.transpose(1, 2).contiguous().transpose(1, 2)
-        for t in tensors(*heads, 12, torch.float32, "cpu")
-    ]
+    given = tensors(*heads, dim, torch.float32, "cpu")
+    apart = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in given]
     options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
-    out = kernel(*given, layout, dropout=0.0, **options)
+    out = kernel(*apart, layout, dropout=0.0, **options)
     assert out.shape == given[0].shape
     assert torch.allclose(out, dense(*given, layout, **options), atol=2e-5)
 
