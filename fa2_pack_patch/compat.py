@@ -80,7 +80,7 @@ def mask_placeholder(version: Version) -> bool:
 def implementation_of(module: torch.nn.Module, config: Any, via: str) -> str:
     """As what an attention module was loaded: its class tells (until 4.47), or its config."""
     name = type(module).__name__
-    if via == "interface" or via == "dict":
+    if via in ("interface", "dict"):
         return str(getattr(config, "_attn_implementation", None) or "eager")
     if name.endswith("FlashAttention2"):
         return "flash_attention_2"
