@@ -88,7 +88,7 @@ def check(target: str) -> int:
 def matrix() -> int:
     """Where the compatibility matrix is, and how to run it."""
     try:
-        importlib.import_module("tests.matrix.run")
+        run = importlib.import_module("tests.matrix.run")
     except ImportError:
         print(
             "The matrix is run from a checkout of the repository: "
@@ -96,8 +96,6 @@ def matrix() -> int:
             file=sys.stderr,
         )
         return 2
-    from tests.matrix import run
-
     return int(run.main(sys.argv[2:]))
 
 
