@@ -65,8 +65,8 @@ def rotary_without_positions(version: Version, family: str) -> bool:
 
 
 def generate_hands_over_varlen(version: Version) -> bool:
-    """Whether ``generate(use_cache=False)`` passes query and key lengths that differ (4.54)."""
-    return version.release[:2] == (4, 54)
+    """Whether ``generate(use_cache=False)`` passes query and key lengths that differ."""
+    return Version("4.54.0") <= version < Version("4.55.1")
 
 
 def mask_placeholder(version: Version) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Optional
 
 import torch
@@ -54,6 +55,13 @@ class ModelHook:
         self.pooled = pooled
 
     def __call__(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Optional[tuple[tuple[Any, ...], dict[str, Any]]]:
+        if is_compiling():
+            return eagerly(self._decide, module, args, kwargs)  # type: ignore[no-any-return]
+        return self._decide(module, args, kwargs)
+
+    def _decide(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Optional[tuple[tuple[Any, ...], dict[str, Any]]]:
         call = by_name(module, args, kwargs)
@@ -226,6 +234,12 @@ class CountHook:
     def __call__(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
+        if is_compiling():
+            eagerly(self._check, kwargs)
+        else:
+            self._check(kwargs)
+
+    def _check(self, kwargs: dict[str, Any]) -> None:
         position_ids = kwargs.get("position_ids")
         if not isinstance(position_ids, torch.Tensor):
             return
@@ -249,6 +263,11 @@ class PackedForward:
         self.before = before
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if is_compiling():
+            return eagerly(self._forward, *args, **kwargs)
+        return self._forward(*args, **kwargs)
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
         site = self.site
         position_ids = kwargs.get("position_ids")
         run = site.patch.runs.find(position_ids) if position_ids is not None else None
@@ -263,6 +282,23 @@ class PackedForward:
             return INTERCEPTORS[site.span.via].run(site, run, args, kwargs)
         finally:
             CURRENT.reset(token)
+
+
+def is_compiling() -> bool:
+    """Whether Dynamo is tracing this very call."""
+    return (
+        torch.compiler.is_dynamo_compiling()
+        if hasattr(torch.compiler, "is_dynamo_compiling")
+        else False
+    )
+
+
+def eagerly(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call ``function`` outside of Dynamo, where that is loaded: a graph break, not a fault."""
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is None:
+        return function(*args, **kwargs)
+    return dynamo.disable(function)(*args, **kwargs)
 
 
 def _owner(module: torch.nn.Module) -> str:

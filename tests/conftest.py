@@ -32,7 +32,12 @@ def build() -> Callable[..., torch.nn.Module]:
     def make(
         family: str = "llama", implementation: str = "sdpa", **more: object
     ) -> torch.nn.Module:
-        return models.build(models.FAMILIES[family], implementation, **more)
+        import transformers
+
+        case = models.FAMILIES[family]
+        if implementation not in models.implementations(case, transformers.__version__):
+            implementation = "eager"  # sdpa classes came with 4.36 and later
+        return models.build(case, implementation, **more)
 
     return make
 

@@ -302,3 +302,20 @@ def test_one_read_of_the_input_per_forward(
 
 def test_moe_noise_is_the_only_allowance() -> None:
     assert MOE_NOISE <= 1e-5
+
+
+@pytest.mark.parametrize("part", ["model", "layers"])
+def test_compiled_equals_eager(build: Build, part: str) -> None:
+    """Compiled around or inside: right, with a graph break at the patch."""
+    model, reference = build("llama", "sdpa"), References(build("llama", "sdpa"))
+    fpp.apply(model)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager") if part == "model" else model
+    if part == "layers":
+        for layer in model.model.layers:
+            layer.compile(backend="eager")
+    for rows in (TWO, [[3, 5, 12], [9, 9, 2]]):
+        call = _positions(rows)
+        with torch.no_grad():
+            assert compare(compiled(**call.kwargs).logits, call, reference) < LIMIT
+    assert fpp.is_applied(compiled)

@@ -67,7 +67,8 @@ class PackedMethod:
             scale=None,
             handed_window=None,
             softcap=None,
-            dropout=getattr(self.site.module, "attn_dropout", 0.0),
+            dropout=getattr(self.site.module, "attn_dropout", None)
+            or getattr(self.site.module, "attention_dropout", 0.0),
         )
         return out.transpose(1, 2), None
 
@@ -81,8 +82,9 @@ class _Method(Interceptor):
         return f"{owner.__name__}.forward does not call {name}; its code is not the one verified"
 
     def run(self, site: Site, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        windowed = getattr(site.config, "sliding_window", None) is not None  # 4.35 compares with it
         # _flash_supports_window_size exists only where flash-attn was importable.
-        names = {"torch": TorchWithoutFloat32(), "_flash_supports_window_size": True}
+        names = {"torch": TorchWithoutFloat32(), "_flash_supports_window_size": windowed}
         return rebound(site.forward, names)(site.module, *args, **kwargs)
 
 

@@ -320,7 +320,7 @@ def measure(case: Any, implementation: str, fast: bool = False) -> dict[str, Any
     model.zero_grad(set_to_none=True)
 
     try:
-        fa2_pack_patch.apply(model)
+        fa2_pack_patch.apply(model, allow_unverified=True)  # a new minor is run to be verified
     except fa2_pack_patch.Fa2PackPatchError as raised:
         return {"refused": _short(raised), "stock": stock}
     patched = {k.name: run_packed(model, k, reference) for k in packed}

@@ -154,6 +154,7 @@ def folder(version: str, where: Path | None = None) -> Path:
         _install(made, [f"transformers=={version}"])
         metadata = next(made.glob("transformers-*.dist-info")) / "METADATA"
         _install(made, companions(metadata.read_text(encoding="utf-8")))
+        made.chmod(0o755)  # mkdtemp's own mode shuts everybody else out
         try:
             made.rename(target)
         except OSError:  # somebody else was quicker

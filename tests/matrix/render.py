@@ -54,10 +54,7 @@ def family_cell(result: Result, family: str) -> str:
     if not by_implementation:
         return "–"
     signs = {verdict(c) for c in by_implementation.values()}
-    for sign in ("❌", "(✅)"):
-        if sign in signs:
-            return sign
-    return "✅"
+    return next(sign for sign in ("❌", "(✅)", "✅", "–") if sign in signs)
 
 
 def spans(results: list[Result], column: Any) -> list[tuple[str, list[str]]]:
@@ -76,22 +73,27 @@ def table(head: list[str], rows: list[list[str]]) -> list[str]:
 
 
 def stock_share(result: Result, kind: str, implementation: str) -> str:
-    """Of the families loaded so, how many stock gets wrong with this kind."""
-    wrong = total = 0
+    """Of the families loaded so, how many stock gets wrong with this kind, and how many raise."""
+    wrong = ran = raised = 0
     for by_implementation in result["families"].values():
         cells = by_implementation.get(implementation)
         if cells is None or not cells.get("stock"):
             continue
-        total += 1
-        wrong += kind in cells["stock"].get("wrong", [])
-    if not total:
-        return "–"
-    return "✅" if wrong == 0 else ("❌" if wrong == total else f"{wrong}/{total}")
+        if kind in cells["stock"].get("error", []):
+            raised += 1
+        elif any(kind in kinds for kinds in cells["stock"].values()):
+            ran += 1
+            wrong += kind in cells["stock"].get("wrong", [])
+    if not ran:
+        return "raises" if raised else "–"
+    sign = "✅" if wrong == 0 else ("❌" if wrong == ran else f"{wrong}/{ran}")
+    return f"{sign}, {raised} raise" if raised else sign
 
 
 def counts(results: list[Result]) -> dict[str, int]:
     """How many cells there are, and how each of them came out."""
     found = {"cells": 0, "right": 0, "unchanged": 0, "refused": 0, "bad": 0, "stock_wrong": 0}
+    found["stock_error"] = 0
     for result in results:
         for by_implementation in result["families"].values():
             for cells in by_implementation.values():
@@ -100,6 +102,12 @@ def counts(results: list[Result]) -> dict[str, int]:
                         found["cells"] += len(kinds)
                         name = "bad" if status in BAD else status
                         found[name] = found.get(name, 0) + len(kinds)
+                whole = [cells[g] for g in ("perturbation", "revert") if g in cells]
+                whole += ["error" for g in ("crash", "refused") if g in cells]
+                for status in whole:
+                    found["cells"] += 1
+                    name = "bad" if status in BAD else status
+                    found[name] = found.get(name, 0) + 1
                 found["stock_wrong"] += len(cells.get("stock", {}).get("wrong", []))
     return found
 
@@ -117,7 +125,8 @@ def render(results: list[Result]) -> str:
         f"of Transformers ({results[0]['release']} to {results[-1]['release']}), each loaded as "
         f"eager, sdpa and flash_attention_2: {n['cells']:,} cells, of which {n['right']:,} right "
         f"(packed = separate), {n['unchanged']:,} unchanged bit for bit, {n['refused']:,} refused "
-        f"by name, {n['bad']:,} bad. On the same inputs stock Transformers is silently wrong in "
+        f"by name, {n['stock_error']:,} without an input (stock itself raises while making it), "
+        f"{n['bad']:,} bad. On the same inputs stock Transformers is silently wrong in "
         f"{n['stock_wrong']:,} cells.",
         "",
         "Every cell was run in float32 on a CPU (torch "
@@ -130,7 +139,7 @@ def render(results: list[Result]) -> str:
         "## What works where",
         "",
         "✅ every kind of input right, unchanged or refused as it must be · (✅) with a refusal named "
-        "below · ❌ a fault · – not in that release",
+        "below · ❌ a fault · – not in that release, or stock cannot build it there",
         "",
     ]
     columns = spans(results, lambda r: [family_cell(r, f) for f in families])
@@ -138,8 +147,9 @@ def render(results: list[Result]) -> str:
     lines += table(["family", *(c[0] for c in columns)], rows)
     lines += ["", "## What stock Transformers gets wrong, without a word", ""]
     lines += [
-        "Packed rows on the unpatched model: ✅ right for every family, ❌ wrong for every family, "
-        "n/m wrong for n of m.",
+        "Packed rows on the unpatched model: ✅ right for every family that runs, ❌ silently wrong "
+        "for every family that runs, n/m wrong for n of m · raises, or n raise: stock stops with "
+        "an error, which is not silent.",
     ]
     packed = [k for k in KINDS if k.outcome == "right"]
     for implementation in IMPLEMENTATIONS:
