@@ -319,3 +319,47 @@ def test_compiled_equals_eager(build: Build, part: str) -> None:
         with torch.no_grad():
             assert compare(compiled(**call.kwargs).logits, call, reference) < LIMIT
     assert fpp.is_applied(compiled)
+
+
+def test_autocast_gives_what_it_gives_for_each_example_alone(build: Build, packed: Call) -> None:
+    model, alone = build("llama", "sdpa"), build("llama", "sdpa")
+    fpp.apply(model)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        want = References(alone)
+        logits = model(**packed.kwargs).logits
+        error = compare(logits, packed, want)
+        scale = max(want(e).abs().max().item() for e in packed.examples)
+    assert error < 0.02 * scale
+
+
+@pytest.mark.parametrize(
+    ("weights", "quantized", "expected"),
+    [
+        (torch.bfloat16, None, torch.bfloat16),
+        (torch.float32, None, torch.float32),
+        (torch.float32, torch.float16, torch.float16),
+    ],
+)
+def test_fp32_from_peft_norms_is_cast_as_transformers_casts_it(
+    weights: torch.dtype, quantized: Any, expected: torch.dtype
+) -> None:
+    from types import SimpleNamespace
+
+    from fa2_pack_patch.interceptors.base import _target_dtype
+
+    module = torch.nn.Module()
+    module.q_proj = torch.nn.Linear(2, 2, dtype=weights)
+    module.config = SimpleNamespace(_pre_quantization_dtype=quantized)
+    full, half = torch.zeros(1), torch.zeros(1, dtype=torch.bfloat16)
+    assert _target_dtype(module, full, full, full) == expected
+    assert _target_dtype(module, half, half, half) == torch.bfloat16
+
+
+def test_a_flash_kernel_for_fp32_or_wide_heads_names_those_that_can(
+    build: Build, packed: Call
+) -> None:
+    model = build("llama", "sdpa")
+    fpp.apply(model)
+    model.model._fa2_pack_patch.kernel = "flash_attn"  # as if it had been there at apply
+    with pytest.raises(fpp.KernelUnavailableError, match="Kernels that can: sdpa"):
+        model(**packed.kwargs)
