@@ -134,6 +134,10 @@ class Edit:
                 del self.target.__dict__[self.name]
             else:
                 self.target.__dict__[self.name] = self.before
+        elif self.target.__dict__.get("_old_forward") is self.value:
+            # accelerate's hooks came after apply and keep our forward as the one they wrap
+            original = type(self.target).forward.__get__(self.target)
+            self.target.__dict__["_old_forward"] = original
 
     def __str__(self) -> str:
         what = f"{self.hook} hook" if self.hook else self.name

@@ -411,3 +411,20 @@ def test_import_is_light() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == []
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_accelerate_offload(build: Build, packed: Call, order: str) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model, reference = build(), References(build())
+    if order == "before":
+        fpp.apply(model)
+    model = accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    if order == "after":
+        fpp.apply(model)
+    assert error_of(model, packed, reference) < LIMIT
+    fpp.revert(model)
+    assert error_of(model, packed, reference) > LIMIT
+    for module in model.modules():
+        assert "PackedForward" not in repr(module.__dict__.get("_old_forward"))
+        assert "PackedForward" not in repr(module.__dict__.get("forward"))
