@@ -73,6 +73,7 @@ class FlashAttn(Kernel):
         function, names, _, _ = probe()
         assert function is not None
         check_backward_range(q, layout)
+        q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
         more: dict[str, Any] = {}
         if window:
             more["window_size"] = (window - 1, 0)
