@@ -7,9 +7,9 @@ the one before it; a jump forward does not. Padding is one example for each run 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Optional, Union
+from typing import Any, Optional, Union
 
 import torch
 
@@ -201,6 +201,135 @@ class PackedLayout:
     def positions(self) -> torch.Tensor:
         """int64 ``(tokens,)`` on the CPU: each token's place in its example, from 0."""
         return torch.cat([torch.arange(n) for n in self.lengths])
+
+    @classmethod
+    def from_batch(cls, batch: Mapping[str, Any]) -> PackedLayout:
+        """The layout of a collated batch, by what it holds (one synchronisation on a GPU).
+
+        Args:
+            batch: ``cu_seq_lens_q`` (zero-length entries at its end are left out), else
+                ``position_ids``, else a 2-D ``attention_mask``; the mask says what is padding.
+
+        Raises:
+            PackingError: none of the three, or they contradict each other.
+        """
+        cu, ids = batch.get("cu_seq_lens_q"), batch.get("position_ids")
+        mask = batch.get("attention_mask")
+        if cu is None:
+            if ids is not None:
+                return cls.from_position_ids(ids, mask)
+            if mask is not None and mask.dim() == 2:
+                return cls.from_segment_ids(mask)
+            raise PackingError(
+                "a batch needs cu_seq_lens_q, position_ids or a 2-D attention_mask to tell its "
+                f"examples apart, got the keys {quote(sorted(batch))}."
+            )
+        ends = [int(x) for x in torch.as_tensor(cu).detach().cpu().tolist()]
+        while len(ends) > 2 and ends[-1] == ends[-2]:
+            ends.pop()
+        shaped = next(
+            (batch[k] for k in ("input_ids", "position_ids", "labels") if k in batch), None
+        )
+        tokens = ends[-1] if shaped is None else shaped.numel()
+        layout = cls.from_cu_seqlens(torch.tensor(ends, dtype=torch.int32), tokens=tokens)
+        flags = None
+        if mask is not None:
+            real = (mask.detach().cpu().reshape(-1) != 0).split_with_sizes(list(layout.lengths))
+            flags = [not bool(part[0]) for part in real]
+            for part, start in zip(real, layout.starts):
+                if bool(part.any()) != bool(part.all()):
+                    raise PackingError(
+                        f"attention_mask has padding inside the example at token {start} of "
+                        f"cu_seq_lens_q {quote(ends)}; count padding as an example of its own."
+                    )
+        device = torch.as_tensor(cu).device
+        return cls.from_lengths(layout.lengths, device=device, padding=flags)
+
+    def gather_last(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The last token of each example that is not padding: ``(examples, ...)``.
+
+        Args:
+            hidden: ``(rows, tokens, ...)`` or ``(tokens, ...)``, as for :meth:`split`.
+        """
+        ends = [s + n - 1 for s, n, pad in self._spans() if not pad]
+        return self._flat(hidden).index_select(0, upload(torch.tensor(ends), hidden.device))
+
+    def pad(
+        self, tensor: torch.Tensor, value: float = 0, *, side: str = "right"
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One example a row: the padded batch, and its mask.
+
+        Args:
+            tensor: ``(rows, tokens, ...)`` or ``(tokens, ...)``, as for :meth:`split`.
+            value: what padding holds.
+            side: where padding goes, "right" or "left".
+
+        Returns:
+            ``(examples, longest, ...)`` of the tensor's dtype (gradients flow back), and the int64
+            0/1 ``attention_mask`` ``(examples, longest)``. This layout's padding is left out.
+        """
+        index, mask = self._places(side)
+        padded = self._flat(tensor)[upload(index, tensor.device)]
+        mask = upload(mask, tensor.device)
+        hole = (mask == 0).view(*mask.shape, *[1] * (padded.dim() - 2))
+        return padded.masked_fill(hole, value), mask
+
+    def unpad(self, padded: torch.Tensor, value: float = 0, *, side: str = "right") -> torch.Tensor:
+        """Undo :meth:`pad`: ``(examples, longest, ...)`` to ``(tokens, ...)``.
+
+        Args:
+            padded: one example a row; wider rows than the longest example are allowed.
+            value: what this layout's own padding holds.
+            side: where the padding of ``padded`` is.
+
+        Raises:
+            PackingError: other rows than this layout has examples, or too short ones.
+        """
+        index, mask = self._places(side)
+        rows, longest = index.shape
+        if padded.dim() < 2 or padded.shape[0] != rows or padded.shape[1] < longest:
+            raise PackingError(
+                f"this layout has {rows} examples, the longest of {longest} tokens, got a padded "
+                f"tensor of shape {tuple(padded.shape)}; give (examples, longest or more, ...)."
+            )
+        extra = padded.shape[1] - longest
+        kept = padded[:, extra:] if side == "left" else padded[:, :longest]
+        from_ = upload(mask.flatten().nonzero().flatten(), padded.device)
+        to = upload(index.flatten()[mask.flatten() != 0], padded.device)
+        values = kept.reshape(rows * longest, *padded.shape[2:]).index_select(0, from_)
+        empty = padded.new_full((self.tokens, *padded.shape[2:]), value)
+        return empty.index_copy(0, to, values)
+
+    def _spans(self) -> list[tuple[int, int, bool]]:
+        flags = self.padding or (False,) * self.examples
+        return list(zip(self.starts, self.lengths, flags))
+
+    def _flat(self, tensor: torch.Tensor) -> torch.Tensor:
+        flat = tensor
+        if tensor.dim() > 1 and tensor.shape[0] != self.tokens:
+            flat = tensor.reshape(-1, *tensor.shape[2:])
+        if tensor.dim() == 0 or flat.shape[0] != self.tokens:
+            raise PackingError(
+                f"this layout has {self.tokens} tokens, got a tensor of shape "
+                f"{tuple(tensor.shape)}; give (rows, tokens, ...) or (tokens, ...)."
+            )
+        return flat
+
+    def _places(self, side: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """The token that goes to each place of the padded batch (0 where none), and the mask."""
+        if side not in ("right", "left"):
+            raise PackingError(f'side must be "right" or "left", got {side!r}.')
+        real = [(start, length) for start, length, pad in self._spans() if not pad]
+        if not real:
+            raise PackingError(f"this layout is all padding: lengths {quote(list(self.lengths))}.")
+        first = torch.tensor([start for start, _ in real])[:, None]
+        lengths = torch.tensor([length for _, length in real])[:, None]
+        longest = int(lengths.max())
+        place = torch.arange(longest)[None]
+        if side == "left":
+            place = place - (longest - lengths)
+        mask = (place >= 0) & (place < lengths)
+        return (first + place).masked_fill(~mask, 0), mask.to(torch.int64)
 
 
 @dataclass(frozen=True)
