@@ -29,7 +29,7 @@ class Seen:
 
     forwards: int = 0
     packed: int = 0
-    real: int = 0
+    real: Any = 0
     computed: int = 0
     padded: int = 0
 
@@ -132,7 +132,7 @@ class PackingEvents:
         values = {
             "packed_share": round(seen.packed / seen.forwards, 4),
             "padding_saved": round(1 - seen.computed / seen.padded, 4) if seen.padded else 0.0,
-            "packed_tokens_per_second": round(seen.real / max(now - self._since, 1e-9), 1),
+            "packed_tokens_per_second": round(int(seen.real) / max(now - self._since, 1e-9), 1),
         }
         logs.update(values)
         if state.log_history and state.log_history[-1].get("step") == state.global_step:
@@ -176,7 +176,13 @@ class PackingEvents:
             self._last = f"an input of shape {shape} with {given}"
             if shape is not None and len(shape) >= 2:
                 tokens = shape[0] * shape[1]
-                seen.real, seen.computed = seen.real + tokens, seen.computed + tokens
+                mask = kwargs.get("attention_mask")
+                if isinstance(mask, torch.Tensor) and mask.shape == shape[:2]:
+                    # summed on the device, read when a line is logged
+                    seen.real = seen.real + mask.ne(0).sum()
+                else:
+                    seen.real = seen.real + tokens
+                seen.computed += tokens
                 seen.padded += tokens
             return
         layout = run.layout

@@ -1,0 +1,196 @@
+"""The runs. Each case returns numbers and raises ``AssertionError`` where a bar is missed."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from packaging.version import Version
+
+from fa2_pack_patch import apply
+from fa2_pack_patch.callback import Fa2PackPatchCallback
+from fa2_pack_patch.data import DataCollatorWithFlattening, examples_metrics
+
+from . import parts
+
+#: Loss of a step, padded against packed, fp32.
+BAR = 1e-5
+
+
+def curve() -> dict[str, Any]:
+    """Padded and packed runs with gradient accumulation: the same loss in each step."""
+    from transformers import Trainer
+
+    data, trainers, collators = parts.examples(64), {}, {}
+    for name, inner in (("padded", parts.padded), ("packed", DataCollatorWithFlattening())):
+        collators[name] = parts.Remembered(inner)
+        with tempfile.TemporaryDirectory() as out:
+            callbacks = [Fa2PackPatchCallback()] if name == "packed" else []
+            trainer = parts.recording(Trainer)(
+                model=parts.model(),
+                args=parts.arguments(Path(out)),
+                data_collator=collators[name],
+                train_dataset=data,
+                callbacks=callbacks,
+            )
+            trainer.train()
+            trainers[name] = trainer
+    padded, packed = trainers["padded"].steps(), trainers["packed"].steps()
+    per_token = parts.release() >= Version("4.46")
+    first = collators["packed"].micro[:2]
+    assert first == collators["padded"].micro[:2], "the two runs saw other examples"
+    alone = parts.loss_alone(parts.model(), first, per_token=per_token)
+    logs = [line for line in trainers["packed"].state.log_history if "loss" in line]
+    result = {
+        "padded": padded,
+        "packed": packed,
+        "difference": parts.largest(padded, packed),
+        "first_step_alone": alone,
+        "weights": parts.distance(trainers["padded"].model, trainers["packed"].model),
+        "packed_share": [line.get("packed_share") for line in logs],
+        "padding_saved": [line.get("padding_saved") for line in logs],
+    }
+    assert result["difference"] < BAR, result
+    assert abs(packed[0] - alone) < BAR, result
+    assert abs(padded[0] - padded[-1]) > 1e-3, result  # it did train
+    assert result["weights"] < 1e-3, result
+    assert result["packed_share"] == [1.0] * 4, result
+    assert all(0.1 < saved < 0.9 for saved in result["padding_saved"]), result
+    assert all(line["packed_tokens_per_second"] > 0 for line in logs), result
+    return result
+
+
+def _measures(prediction: Any) -> dict[str, float]:
+    """Token accuracy of each example, averaged over examples: rows would give another number."""
+    guesses, labels = prediction.predictions[:, :-1], prediction.label_ids[:, 1:]
+    targets = labels != -100
+    right = (guesses == labels) & targets
+    share = right.sum(1) / np.maximum(targets.sum(1), 1)
+    return {"examples": len(labels), "targets": int(targets.sum()), "accuracy": float(share.mean())}
+
+
+def evaluation() -> dict[str, Any]:
+    """Evaluation on padded and on flattened batches gives the same loss and metrics."""
+    from transformers import Trainer
+
+    data, results = parts.examples(10, seed=8), {}
+    network = parts.model(2)
+    with torch.no_grad():  # guesses that are right now and then
+        network.lm_head.weight.copy_(network.get_input_embeddings().weight)
+    for feature in data:
+        feature["labels"][1::3] = feature["input_ids"][:-1][::3][: len(feature["labels"][1::3])]
+    for name in ("padded", "packed", "packed and padded to 16"):
+        metrics = examples_metrics(
+            _measures, lambda logits, labels: logits.argmax(-1), padded="16" in name
+        )
+        more: dict[str, Any] = {"compute_metrics": _measures}
+        more["preprocess_logits_for_metrics"] = lambda logits, labels: logits.argmax(-1)
+        collator: Any = parts.padded
+        names = None
+        if name != "padded":
+            apply(network)
+            collator = DataCollatorWithFlattening(pad_to_multiple_of=16 if "16" in name else None)
+            more = {
+                "compute_metrics": metrics,
+                "preprocess_logits_for_metrics": metrics.preprocess_logits_for_metrics,
+            }
+            names = metrics.label_names
+        with tempfile.TemporaryDirectory() as out:
+            args = parts.arguments(Path(out), per_device_eval_batch_size=5, label_names=names)
+            trainer = Trainer(
+                model=network, args=args, data_collator=collator, eval_dataset=data, **more
+            )
+            found = trainer.evaluate()
+        results[name] = {k: found[f"eval_{k}"] for k in ("loss", "examples", "targets", "accuracy")}
+    first = results["padded"]
+    assert first["examples"] == 10 and 0.05 < first["accuracy"] < 1, results
+    for other in results.values():
+        assert abs(other["loss"] - first["loss"]) < BAR, results
+        assert {**other, "loss": 0} == {**first, "loss": 0}, results
+    return results
+
+
+def resume() -> dict[str, Any]:
+    """Four steps, and two steps with a checkpoint plus two more after it, are the same run."""
+    from transformers import Trainer
+
+    data = parts.examples(64)
+
+    def trainer(out: str) -> Any:
+        args = parts.arguments(Path(out), save_strategy="steps", save_steps=2)
+        return parts.recording(Trainer)(
+            model=parts.model(),
+            args=args,
+            data_collator=DataCollatorWithFlattening(),
+            train_dataset=data,
+            callbacks=[Fa2PackPatchCallback()],
+        )
+
+    with tempfile.TemporaryDirectory() as out:
+        whole = trainer(out)
+        whole.train()
+        second = trainer(out)
+        second.train(resume_from_checkpoint=str(Path(out) / "checkpoint-2"))
+    result = {
+        "whole": whole.steps(),
+        "resumed": second.steps(),
+        "difference": parts.largest(whole.steps()[2:], second.steps()),
+        "weights": parts.distance(whole.model, second.model),
+    }
+    assert result["difference"] < BAR and result["weights"] < BAR, result
+    return result
+
+
+def static() -> dict[str, Any]:
+    """Batches of a fixed shape, as for a compiled step: the padded run's losses still."""
+    from transformers import Trainer
+
+    data, curves = parts.examples(64), {}
+    fixed = DataCollatorWithFlattening(tokens=128, max_examples=6, return_flash_attn_kwargs=True)
+    for name, collator in (("padded", parts.padded), ("static", fixed)):
+        network = parts.model()
+        if name == "static":
+            apply(network)
+        with tempfile.TemporaryDirectory() as out:
+            trainer = parts.recording(Trainer)(
+                model=network,
+                args=parts.arguments(Path(out)),
+                data_collator=collator,
+                train_dataset=data,
+            )
+            trainer.train()
+        curves[name] = trainer.steps()
+    result = {**curves, "difference": parts.largest(curves["padded"], curves["static"])}
+    assert result["difference"] < BAR, result
+    return result
+
+
+def accelerate() -> dict[str, Any]:
+    """A plain loop with ``Accelerator``: per-token weighting by hand."""
+    from accelerate import Accelerator
+    from torch.utils.data import DataLoader
+
+    data, curves = parts.examples(32), {}
+    for name, collator in (("padded", parts.padded), ("packed", DataCollatorWithFlattening())):
+        network = parts.model()
+        if name == "packed":
+            apply(network)
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2)
+        loader = DataLoader(data, batch_size=4, collate_fn=collator)
+        network, optimizer, loader = accelerator.prepare(network, optimizer, loader)
+        losses = []
+        for batch in loader:
+            with accelerator.accumulate(network):
+                loss = network(**batch).loss
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(float(loss))
+        curves[name] = losses
+    result = {**curves, "difference": parts.largest(curves["padded"], curves["packed"])}
+    assert len(curves["packed"]) == 8 and result["difference"] < BAR, result
+    return result
