@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Optional
 
 import torch
 
-from .apply import apply, revert
+from .apply import apply, is_applied, revert
 from .detect import find_base
 from .errors import PackingError
 from .hooks import eagerly, is_compiling
@@ -81,6 +81,7 @@ class PackingEvents:
         self._steps = self._packed_in_all = 0
         self._last = ""
         self._since = 0.0
+        self._mine = False
         self._handle: Any = None
 
     def put_first(self, trainer: Any) -> None:
@@ -100,6 +101,7 @@ class PackingEvents:
         """Apply (harmless when it was done before), and start counting."""
         model = more["model"]
         self._stop()
+        self._mine = not is_applied(model)
         self.report = apply(model, kernel=self.kernel, allow_unverified=self.allow_unverified)
         base = next(base for _, base, _ in find_base(model) if ATTRIBUTE in base.__dict__)
         self._handle = base.register_forward_hook(self._count, with_kwargs=True)
@@ -142,7 +144,7 @@ class PackingEvents:
     def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Stop counting; undo the patch if that was asked for."""
         self._stop()
-        if self.revert_at_end:
+        if self.revert_at_end and self._mine:
             revert(more["model"])
 
     def _stop(self) -> None:

@@ -65,6 +65,12 @@ SETUPS = [
         ("trl==1.16.0", "accelerate==1.15.0", "datasets==4.7.0", "pyarrow==21.0.0"),
         ("sft", "sft_padding_free"),
     ),
+    Setup(
+        "lightning-2.6",
+        "5.24.0",
+        ("pytorch-lightning==2.6.6", "lightning-utilities==0.15.3", "torchmetrics==1.9.0"),
+        ("lightning",),
+    ),
 ]
 
 

@@ -1,0 +1,119 @@
+"""Small training runs with this environment's Trainer; other releases: ``tests/trainers``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from fa2_pack_patch import PackedLayout, PackingError
+from fa2_pack_patch.data import DataCollatorWithFlattening, per_example_loss
+from tests.trainers import cases, parts, releases, run
+
+
+def test_loss_of_each_step_is_the_padded_run_s() -> None:
+    cases.curve()
+
+
+def test_evaluation_on_flattened_batches() -> None:
+    cases.evaluation()
+
+
+def test_resumed_is_uninterrupted() -> None:
+    cases.resume()
+
+
+def test_batches_of_a_fixed_shape() -> None:
+    cases.static()
+
+
+def test_a_plain_loop_with_accelerate() -> None:
+    cases.accelerate()
+
+
+def test_examples_can_weigh_the_same(tmp_path: Any) -> None:
+    """As docs/packing.md does it: the mean of the examples' own means, padded or packed."""
+    seen: list[float] = []
+
+    class PerExample(transformers.Trainer):  # type: ignore[misc]
+        def compute_loss(
+            self, model: Any, inputs: Any, return_outputs: bool = False, **more: Any
+        ) -> Any:
+            labels = inputs.pop("labels")
+            outputs = model(**inputs)
+            layout = PackedLayout.from_batch(inputs)
+            loss = per_example_loss(outputs.logits, labels, layout).per_example()
+            seen.append(float(loss.detach()))
+            return (loss, outputs) if return_outputs else loss
+
+    curves = {}
+    for name, collator in (("padded", parts.padded), ("packed", DataCollatorWithFlattening())):
+        seen.clear()
+        network = parts.model()
+        if name == "packed":
+            cases.apply(network)
+        args = parts.arguments(tmp_path / name, max_steps=2)
+        trainer = PerExample(
+            model=network, args=args, data_collator=collator, train_dataset=parts.examples(32)
+        )
+        trainer.train()
+        curves[name] = list(seen)
+    assert len(curves["packed"]) == 4
+    assert curves["packed"] == pytest.approx(curves["padded"], abs=1e-5)
+
+
+def test_metrics_need_the_label_names(tmp_path: Any) -> None:
+    from fa2_pack_patch.data import examples_metrics
+
+    metrics = examples_metrics(cases._measures)
+    trainer = transformers.Trainer(
+        model=parts.model(),
+        args=parts.arguments(tmp_path),
+        data_collator=parts.padded,
+        eval_dataset=parts.examples(4),
+        compute_metrics=metrics,
+    )
+    with pytest.raises(PackingError, match=r"set TrainingArguments\(label_names="):
+        trainer.evaluate()
+
+
+def test_the_runs_fail_when_examples_mix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bars are tight enough: positions that go on make one example of each row."""
+
+    class Mixing(DataCollatorWithFlattening):  # type: ignore[misc]
+        def __call__(self, *args: Any, **more: Any) -> Any:
+            batch = super().__call__(*args, **more)
+            batch["position_ids"] = torch.arange(batch["input_ids"].shape[1])[None]
+            return batch
+
+    monkeypatch.setattr(cases, "DataCollatorWithFlattening", Mixing)
+    monkeypatch.setattr(cases, "Fa2PackPatchCallback", lambda: cases_callback(check_steps=0))
+    with pytest.raises(AssertionError):
+        cases.curve()
+
+
+def cases_callback(**options: Any) -> Any:
+    from fa2_pack_patch.callback import Fa2PackPatchCallback
+
+    return Fa2PackPatchCallback(**options)
+
+
+def test_a_failed_case_fails_the_check() -> None:
+    assert run.failed({"transformers": "5.0", "a": {"passed": True}, "b": {"passed": False}}) == [
+        "b"
+    ]
+    result = run.one(["nothing"])
+    assert run.failed(result) == ["nothing"] and "AttributeError" in result["nothing"]["error"]
+
+
+def test_every_setup_names_cases_that_exist() -> None:
+    import ast
+
+    root = releases.releases.ROOT / "tests" / "trainers"
+    names = set()
+    for module in ("cases.py", "trl_cases.py"):
+        tree = ast.parse((root / module).read_text(encoding="utf-8"))
+        names |= {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    assert {case for setup in releases.SETUPS for case in setup.cases} <= names
