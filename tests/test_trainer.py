@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import torch
 import transformers
 
-from fa2_pack_patch import PackedLayout, PackingError
-from fa2_pack_patch.data import DataCollatorWithFlattening, per_example_loss
+from fa2_pack_patch import PackingError
+from fa2_pack_patch.data import DataCollatorWithFlattening
 from tests.trainers import cases, parts, releases, run
 
 
@@ -33,35 +34,23 @@ def test_a_plain_loop_with_accelerate() -> None:
     cases.accelerate()
 
 
-def test_examples_can_weigh_the_same(tmp_path: Any) -> None:
-    """As docs/packing.md does it: the mean of the examples' own means, padded or packed."""
-    seen: list[float] = []
+def test_examples_can_weigh_the_same() -> None:
+    cases.per_example()
 
-    class PerExample(transformers.Trainer):  # type: ignore[misc]
-        def compute_loss(
-            self, model: Any, inputs: Any, return_outputs: bool = False, **more: Any
-        ) -> Any:
-            labels = inputs.pop("labels")
-            outputs = model(**inputs)
-            layout = PackedLayout.from_batch(inputs)
-            loss = per_example_loss(outputs.logits, labels, layout).per_example()
-            seen.append(float(loss.detach()))
-            return (loss, outputs) if return_outputs else loss
 
-    curves = {}
-    for name, collator in (("padded", parts.padded), ("packed", DataCollatorWithFlattening())):
-        seen.clear()
-        network = parts.model()
-        if name == "packed":
-            cases.apply(network)
-        args = parts.arguments(tmp_path / name, max_steps=2)
-        trainer = PerExample(
-            model=network, args=args, data_collator=collator, train_dataset=parts.examples(32)
-        )
-        trainer.train()
-        curves[name] = list(seen)
-    assert len(curves["packed"]) == 4
-    assert curves["packed"] == pytest.approx(curves["padded"], abs=1e-5)
+def test_the_page_on_packing_runs(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks of docs/packing.md, in order, in one namespace."""
+    text = (releases.releases.ROOT / "docs" / "packing.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    assert len(blocks) == 5
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    names: dict[str, Any] = {"model": parts.model(), "dataset": parts.examples(16)}
+    for block in blocks:
+        exec(compile(block, "docs/packing.md", "exec"), names)
+    lines = [line for line in names["trainer"].state.log_history if "eval_accuracy" in line]
+    assert lines[0]["eval_examples"] == 16
+    assert names["layout"].examples == 4 and names["padded"].shape[0] == 4
 
 
 def test_metrics_need_the_label_names(tmp_path: Any) -> None:

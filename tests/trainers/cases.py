@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from packaging.version import Version
 
-from fa2_pack_patch import apply
+from fa2_pack_patch import PackedLayout, apply
 from fa2_pack_patch.callback import Fa2PackPatchCallback
-from fa2_pack_patch.data import DataCollatorWithFlattening, examples_metrics
+from fa2_pack_patch.data import DataCollatorWithFlattening, examples_metrics, per_example_loss
 
 from . import parts
 
@@ -165,6 +165,61 @@ def static() -> dict[str, Any]:
         curves[name] = trainer.steps()
     result = {**curves, "difference": parts.largest(curves["padded"], curves["static"])}
     assert result["difference"] < BAR, result
+    return result
+
+
+def per_example() -> dict[str, Any]:
+    """Every example weighs the same (docs/packing.md): padded or packed, in one batch or in two."""
+    from transformers import Trainer
+
+    # 4.46 and 4.47 add the gradients of micro-batches up, and 4.48 takes their mean again.
+    adds_up = Version("4.46") <= parts.release() < Version("4.48")
+
+    class PerExample(Trainer):  # type: ignore[misc]
+        def __init__(self, *args: Any, **more: Any) -> None:
+            super().__init__(*args, **more)
+            self.model_accepts_loss_kwargs = False
+
+        def compute_loss(
+            self, model: Any, inputs: Any, return_outputs: bool = False, **more: Any
+        ) -> Any:
+            labels = inputs["labels"]
+            outputs = model(**{k: v for k, v in inputs.items() if k != "labels"})
+            losses = per_example_loss(outputs.logits, labels, PackedLayout.from_batch(inputs))
+            loss = losses.per_example()
+            if adds_up:
+                loss = loss / self.args.gradient_accumulation_steps
+            return (loss, outputs) if return_outputs else loss
+
+    runs = {}
+    for name, collator, size in (
+        ("padded", parts.padded, 4),
+        ("packed", DataCollatorWithFlattening(), 4),
+        ("one batch", DataCollatorWithFlattening(), 8),
+    ):
+        network = parts.model()
+        if name != "padded":
+            apply(network)
+        with tempfile.TemporaryDirectory() as out:
+            args = parts.arguments(
+                Path(out), per_device_train_batch_size=size, gradient_accumulation_steps=8 // size
+            )
+            runs[name] = parts.recording(PerExample)(
+                model=network, args=args, data_collator=collator, train_dataset=parts.examples(64)
+            )
+            runs[name].train()
+    steps = {name: run.steps() for name, run in runs.items()}
+    if adds_up:  # the loss that it reports is divided once more
+        for name, run in runs.items():
+            steps[name] = [x * run.args.gradient_accumulation_steps for x in steps[name]]
+    result = {
+        **steps,
+        "difference": parts.largest(steps["padded"], steps["packed"]),
+        "difference of one batch": parts.largest(steps["packed"], steps["one batch"]),
+        "weights": parts.distance(runs["packed"].model, runs["one batch"].model),
+    }
+    assert result["difference"] < BAR and result["difference of one batch"] < BAR, result
+    assert result["weights"] < 1e-3, result
     return result
 
 
