@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Optional
 
 import torch
 
-from . import compat
 from .errors import PackingError
 from .interceptors import INTERCEPTORS
+from .interceptors.interface import traceable
 from .layout import (
     Boundaries,
     PackedLayout,
@@ -23,9 +23,12 @@ from .reading import (
     VARLEN,
     by_name,
     cache_of,
+    check_mask,
     describe_cache,
+    device_layout,
     explicit,
     from_generate,
+    handed_over,
     just_read,
     may_be_segments,
     readable,
@@ -35,6 +38,7 @@ from .reading import (
 )
 from .rope import check_lengths
 from .runs import CURRENT, Run
+from .varlen import labels_without_first
 
 if TYPE_CHECKING:
     from .patch import Patch, Site
@@ -58,13 +62,45 @@ class ModelHook:
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Optional[tuple[tuple[Any, ...], dict[str, Any]]]:
         if is_compiling():
+            call = by_name(module, args, kwargs)
+            if self.patch.span.via == "interface" and self.pooled is None and handed_over(call):
+                return self._trace(call)
             return eagerly(self._decide, module, args, kwargs)  # type: ignore[no-any-return]
         return self._decide(module, args, kwargs)
+
+    def _trace(self, call: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A packed call inside a compiled graph: no value on the device is read."""
+        inputs = call.get("input_ids")
+        if inputs is None:
+            inputs = call["inputs_embeds"]
+        rows, tokens = inputs.shape[0], inputs.shape[1]
+        layout = device_layout(call, rows * tokens)
+        self._refuse(call, None)
+        if self.patch.rope is not None:
+            raise PackingError(
+                f"a {self.patch.rope.kind} rope depends on the lengths of the examples, which a "
+                "compiled graph does not know: run this model without torch.compile."
+            )
+        if call.get("position_ids") is None:
+            starts = layout.cu_seqlens.to(torch.int64)[layout.owners()]
+            index = torch.arange(rows * tokens, device=inputs.device)
+            call["position_ids"] = (index - starts).view(rows, tokens)
+        labels = call.get("labels")
+        if not self.base and isinstance(labels, torch.Tensor):
+            call["labels"] = labels_without_first(labels, layout.cu_seqlens)
+        call["use_cache"] = False
+        if self.base:
+            self._drop_mask(call)
+            for name in VARLEN:
+                call.pop(name, None)
+            self.patch.traced = Run(layout, call["position_ids"], layout.max_seqlen, self.patch)
+        return (), call
 
     def _decide(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Optional[tuple[tuple[Any, ...], dict[str, Any]]]:
         call = by_name(module, args, kwargs)
+        self.patch.traced = None  # of a compiled call that did not end
         run = self._run(call)
         if run is None:
             return None
@@ -94,6 +130,9 @@ class ModelHook:
                 return bound
         if varlen and from_generate(call, varlen, self.patch.release):
             return None
+        elsewhere = inputs.device.type != "cpu"
+        if elsewhere and handed_over(call) and self.patch.explicit_seen and self.patch.rope is None:
+            return self._handed_over(call, position_ids, mask, rows, tokens)
         if not varlen:
             if rows * tokens == 0 or tokens == 1:
                 return None
@@ -116,14 +155,10 @@ class ModelHook:
         ids = None
         if position_ids is not None:
             ids = check_position_ids(position_ids)
-            if ids.shape[1] != tokens or ids.shape[0] not in (1, rows):
-                if not varlen and ids.dim() == 2 and cache_of(call) is not None:
-                    return None
-                raise PackingError(
-                    f"position_ids of shape {tuple(position_ids.shape)} do not fit an input of "
-                    f"{rows} rows of {tokens} tokens; expected ({rows}, {tokens}) or (1, {tokens})."
-                )
-            ids = ids.expand(rows, tokens)
+            odd = ids.shape[1] != tokens or ids.shape[0] not in (1, rows)
+            if odd and not varlen and cache_of(call) is not None:
+                return None
+            ids = self._fitting(call, position_ids, rows, tokens)
         plain = mask if isinstance(mask, torch.Tensor) and mask.shape == (rows, tokens) else None
         host_ids, host_mask, host_cu = to_host(ids, plain, varlen)
         if varlen:
@@ -137,15 +172,50 @@ class ModelHook:
             return None
         if mask is not None and plain is None and cache_of(call) is not None:
             return None  # generation into a static cache brings a mask of its own
-        if mask is not None and plain is None:
-            raise PackingError(
-                "a packed call takes a 2-D attention_mask of shape (rows, tokens) or none, got "
-                + (f"shape {tuple(mask.shape)}" if hasattr(mask, "shape") else type(mask).__name__)
-                + "; encoder, prefix and 4-D masks cannot go with packed rows."
-            )
+        check_mask(mask, rows, tokens)
         layout = PackedLayout.from_lengths(found.lengths, device=device, padding=found.padding)
         self._refuse(call, layout)
+        self.patch.explicit_seen |= bool(varlen)
         return self._bind(call, layout, ids, host_ids, plain, rows, tokens, device)
+
+    def _handed_over(
+        self, call: dict[str, Any], position_ids: Any, mask: Any, rows: int, tokens: int
+    ) -> Run:
+        """Varlen arguments on a GPU, after a first such call was read: nothing waits for it."""
+        self.patch.doubts.read()
+        layout = device_layout(call, rows * tokens)
+        self._refuse(call, None)
+        check_mask(mask, rows, tokens)
+        if position_ids is None:
+            starts = layout.cu_seqlens.to(torch.int64)[layout.owners()]
+            index = torch.arange(rows * tokens, device=layout.cu_seqlens.device)
+            carried = (index - starts).view(rows, tokens)
+        else:
+            ids = self._fitting(call, position_ids, rows, tokens)
+            carried = ids.to(dtype=torch.int64, copy=True).contiguous()
+        self.patch.doubts.add(
+            layout.cu_seqlens,
+            call[VARLEN[1]],
+            layout.max_seqlen,
+            None if position_ids is None else carried,
+            rows,
+            tokens,
+        )
+        run = Run(layout, carried, layout.max_seqlen, self.patch)
+        self.patch.runs.bind(carried, run)
+        call["position_ids"] = carried
+        return run
+
+    def _fitting(
+        self, call: Mapping[str, Any], position_ids: torch.Tensor, rows: int, tokens: int
+    ) -> torch.Tensor:
+        ids = check_position_ids(position_ids)
+        if ids.shape[1] != tokens or ids.shape[0] not in (1, rows):
+            raise PackingError(
+                f"position_ids of shape {tuple(position_ids.shape)} do not fit an input of "
+                f"{rows} rows of {tokens} tokens; expected ({rows}, {tokens}) or (1, {tokens})."
+            )
+        return ids.expand(rows, tokens)
 
     def _bind(
         self,
@@ -189,17 +259,26 @@ class ModelHook:
         call["use_cache"] = False
         mask = call.get("attention_mask")
         if self.base:
-            call["attention_mask"] = None
-            if compat.mask_placeholder(self.patch.release):
-                device = call["position_ids"].device
-                call["attention_mask"] = torch.zeros(1, 1, 1, 1, device=device)
+            self._drop_mask(call)
         elif isinstance(mask, torch.Tensor):
             call["attention_mask"] = (mask != 0).to(mask.dtype)
         labels = call.get("labels")
         if not self.base and isinstance(labels, torch.Tensor):
-            call["labels"] = without_first(labels, run.layout)
+            if isinstance(run.layout, PackedLayout):
+                call["labels"] = without_first(labels, run.layout)
+            elif labels.numel() == run.layout.tokens:
+                call["labels"] = labels_without_first(labels, run.layout.cu_seqlens)
 
-    def _refuse(self, call: Mapping[str, Any], layout: PackedLayout) -> None:
+    def _drop_mask(self, call: dict[str, Any]) -> None:
+        call["attention_mask"] = None
+        if self.patch.mask_placeholder:
+            device = call["position_ids"].device
+            call["attention_mask"] = torch.zeros(1, 1, 1, 1, device=device)
+
+    def _refuse(self, call: Mapping[str, Any], layout: Optional[PackedLayout]) -> None:
+        what = "varlen arguments"
+        if layout is not None:
+            what = f"a packed row (lengths {quote(list(layout.lengths))})"
         config = self.patch.config
         wants = call.get("output_attentions")
         if wants is None:
@@ -211,14 +290,13 @@ class ModelHook:
             )
         if call.get("use_cache"):
             raise PackingError(
-                f"use_cache=True with a packed row (lengths {quote(list(layout.lengths))}): a "
-                "cache of several examples could not be continued. Pass use_cache=False."
+                f"use_cache=True with {what}: a cache of several examples could not be "
+                "continued. Pass use_cache=False."
             )
         cache = cache_of(call)
         if cache is not None:
             raise PackingError(
-                f"a packed row (lengths {quote(list(layout.lengths))}) cannot go with a cache, "
-                f"got {describe_cache(cache)}. Pass past_key_values=None and use_cache=False."
+                f"{what} cannot go with a cache, got {describe_cache(cache)}. Pass past_key_values=None and use_cache=False."
             )
         for name in _FOREIGN:
             if call.get(name) is not None:
@@ -234,7 +312,11 @@ class CountHook:
     def __call__(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        if is_compiling():
+        run = self.patch.traced
+        if run is not None:
+            self.patch.traced = None
+            self._count(run)
+        elif is_compiling():
             eagerly(self._check, kwargs)
         else:
             self._check(kwargs)
@@ -244,7 +326,11 @@ class CountHook:
         if not isinstance(position_ids, torch.Tensor):
             return
         run = self.patch.runs.bound(position_ids, self.patch)
-        if run is None or len(run.done) == len(self.patch.sites):
+        if run is not None:
+            self._count(run)
+
+    def _count(self, run: Run) -> None:
+        if len(run.done) == len(self.patch.sites):
             return
         missed = [s for s in self.patch.sites if s.index not in run.done]
         raise PackingError(
@@ -261,9 +347,17 @@ class PackedForward:
     def __init__(self, site: Site, before: Any = None) -> None:
         self.site = site
         self.before = before
+        self.traceable = traceable(site)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"site": self.site, "before": self.before, "traceable": None}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_compiling():
+            if self.site.patch.traced is not None and self.traceable is not None:
+                if kwargs.get("attention_mask") is not None:
+                    kwargs["attention_mask"] = None
+                return self.traceable(self.site.module, *args, **kwargs)
             return eagerly(self._forward, *args, **kwargs)
         return self._forward(*args, **kwargs)
 
@@ -271,6 +365,10 @@ class PackedForward:
         site = self.site
         position_ids = kwargs.get("position_ids")
         run = site.patch.runs.find(position_ids) if position_ids is not None else None
+        if run is None and site.patch.traced is not None and position_ids is not None:
+            # The model's own code broke the graph: this layer runs eagerly.
+            run = site.patch.traced
+            site.patch.runs.bind(position_ids, run)
         if run is None:
             if self.before is not None:
                 return self.before(*args, **kwargs)

@@ -101,8 +101,8 @@ class PackedLayout:
         """A layout from cumulative lengths ``(examples + 1,)`` (read on the host).
 
         Raises:
-            PackingError: not one-dimensional, not from 0, not strictly increasing, or not
-                ending at ``tokens`` where that is given.
+            PackingError: not one-dimensional, not from 0, not strictly increasing (trailing
+                repeats of the last value are left out), or not ending at ``tokens``.
         """
         given = torch.as_tensor(cu_seqlens)
         host = given.detach().cpu()
@@ -113,10 +113,12 @@ class PackedLayout:
             )
         ends = [int(x) for x in host.tolist()]
         lengths = [b - a for a, b in zip(ends, ends[1:])]
+        while len(lengths) > 1 and lengths[-1] == 0:  # a fixed number of entries
+            lengths.pop()
         if ends[0] != 0 or min(lengths) < 1:
             raise PackingError(
-                f"cu_seqlens must start at 0 and increase strictly, got {quote(ends)}; "
-                "leave out empty examples."
+                f"cu_seqlens must start at 0 and increase strictly (its last value may be "
+                f"repeated), got {quote(ends)}; leave out empty examples."
             )
         if tokens is not None and ends[-1] != tokens:
             raise PackingError(

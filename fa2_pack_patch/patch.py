@@ -13,7 +13,8 @@ from packaging.version import Version
 from . import compat
 from .registry import Family, Span
 from .rope import RopeRule
-from .runs import Runs
+from .runs import Run, Runs
+from .varlen import Doubts
 
 #: Where a patched base model keeps its :class:`Patch`.
 ATTRIBUTE = "_fa2_pack_patch"
@@ -195,6 +196,12 @@ class Patch:
         self.sites: list[Site] = []
         self.edits: list[Edit] = []
         self.runs = Runs()
+        #: what a compiled forward in the making is packed by; None outside of one
+        self.traced: Optional[Run] = None
+        #: varlen arguments were read and found right once; later ones on a GPU are doubted instead
+        self.explicit_seen = False
+        self.doubts = Doubts()
+        self.mask_placeholder = compat.mask_placeholder(release)
         self.report: Optional[PatchReport] = None
 
     def commit(self, edits: Sequence[Edit]) -> None:

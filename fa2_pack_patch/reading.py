@@ -13,6 +13,7 @@ from packaging.version import Version
 from . import compat
 from .errors import PackingError
 from .layout import Boundaries, PackedLayout, quote, read_boundaries, upload
+from .varlen import VarlenLayout
 
 VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _CACHES = ("past_key_values", "past_key_value", "cache", "layer_past", "cache_params")
@@ -30,6 +31,41 @@ def by_name(
         names = list(inspect.signature(type(module).forward).parameters)[1:]
         call.update(zip(names, args))
     return call
+
+
+def handed_over(call: Mapping[str, Any]) -> bool:
+    """Whether all varlen arguments are there and need no reading: tensors and Python ints."""
+    q, k, longest, other = (call.get(name) for name in VARLEN)
+    return (
+        isinstance(q, torch.Tensor)
+        and isinstance(k, torch.Tensor)
+        and q.dim() == 1
+        and q.shape == k.shape
+        and q.dtype == k.dtype == torch.int32
+        and isinstance(longest, int)
+        and isinstance(other, int)
+    )
+
+
+def device_layout(call: Mapping[str, Any], tokens: int) -> VarlenLayout:
+    """The layout of varlen arguments whose values are not read."""
+    longest = max(call[VARLEN[2]], call[VARLEN[3]])
+    return VarlenLayout(call[VARLEN[0]], min(longest, tokens), tokens)
+
+
+def check_mask(mask: Any, rows: int, tokens: int) -> None:
+    """Refuse a mask that is not ``(rows, tokens)``.
+
+    Raises:
+        PackingError: quotes its shape.
+    """
+    if mask is None or (isinstance(mask, torch.Tensor) and mask.shape == (rows, tokens)):
+        return
+    shape = f"shape {tuple(mask.shape)}" if hasattr(mask, "shape") else type(mask).__name__
+    raise PackingError(
+        f"a packed call takes a 2-D attention_mask of shape (rows, tokens) or none, got {shape}; "
+        "encoder, prefix and 4-D masks cannot go with packed rows."
+    )
 
 
 def may_be_segments(mask: Any) -> bool:

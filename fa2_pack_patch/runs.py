@@ -11,13 +11,14 @@ import threading
 import weakref
 from collections import deque
 from contextvars import ContextVar
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 import torch
 
 from .compat import storages_keep_attributes
 from .errors import PackingError
 from .layout import PackedLayout, quote, upload
+from .varlen import VarlenLayout
 
 _ATTRIBUTE = "_fa2_pack_patch_run"
 _KEPT = 128
@@ -30,10 +31,14 @@ class Run:
     """The layout of one forward, and which attention layers have run with it."""
 
     def __init__(
-        self, layout: PackedLayout, positions: torch.Tensor, longest: int, owner: object
+        self,
+        layout: Union[PackedLayout, VarlenLayout],
+        positions: torch.Tensor,
+        longest: int,
+        owner: object,
     ) -> None:
         self.layout = layout
-        #: int64 ``(rows, tokens)`` on the CPU; what the model's own tensor holds.
+        #: int64 ``(rows, tokens)``, on the CPU if they were read; what the model's own tensor holds.
         self.positions = positions
         #: the largest position of any example, plus one
         self.longest = longest
@@ -102,7 +107,7 @@ class Runs:
         if not alive:
             return None
         host = position_ids.detach().cpu()
-        same = [run for run in alive if torch.equal(run.positions, host)]
+        same = [run for run in alive if torch.equal(run.positions.cpu(), host)]
         if not same:
             return None
         if len({run.layout.lengths for run in same}) > 1:

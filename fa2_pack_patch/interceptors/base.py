@@ -53,7 +53,7 @@ def innermost(forward: Callable[..., Any]) -> types.FunctionType:
     return inner
 
 
-def rebound(forward: Any, names: dict[str, Any]) -> Callable[..., Any]:
+def rebound(forward: Any, names: dict[str, Any], *, nameless: bool = False) -> Callable[..., Any]:
     """``forward`` with some of its module's global names bound otherwise.
 
     The globals are copied at each call, so what others rebind in the module (a fused rotary
@@ -62,8 +62,11 @@ def rebound(forward: Any, names: dict[str, Any]) -> Callable[..., Any]:
     """
     wrapped = getattr(forward, "__wrapped__", None)
     if wrapped is None:
-        return _copy(forward, {**forward.__globals__, **names}, forward.__closure__)
-    inner = rebound(wrapped, names)
+        scope = {**forward.__globals__, **names}
+        if nameless:
+            del scope["__name__"]
+        return _copy(forward, scope, forward.__closure__)
+    inner = rebound(wrapped, names, nameless=nameless)
     cells = tuple(
         types.CellType(inner) if cell.cell_contents is wrapped else cell
         for cell in forward.__closure__ or ()

@@ -40,38 +40,61 @@ class _Interface(Interceptor):
         return f"{owner.__name__}.forward does not use {name}; its code is not the one verified"
 
     def run(self, site: Site, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        def attention(
-            module: torch.nn.Module,
-            query: torch.Tensor,
-            key: torch.Tensor,
-            value: torch.Tensor,
-            attention_mask: Any = None,
-            *_: Any,
-            scaling: Optional[float] = None,
-            dropout: Any = 0.0,
-            sliding_window: Optional[int] = None,
-            softcap: Optional[float] = None,
-            s_aux: Any = None,
-            **__: Any,
-        ) -> tuple[torch.Tensor, None]:
-            if s_aux is not None:
-                raise PackingError(f"{site.label}: attention sinks (s_aux) cannot be packed yet.")
-            out = attend(
-                site,
-                run,
-                query,
-                key,
-                value,
-                heads_first=True,
-                scale=scaling,
-                handed_window=sliding_window,
-                softcap=softcap,
-                dropout=dropout,
-            )
-            return out, None
+        def attention(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return _attention(site, run, *args, **kwargs)
 
         names = {site.span.name: _Only(attention), "eager_attention_forward": attention}
         return rebound(site.forward, names)(site.module, *args, **kwargs)
+
+
+def _attention(
+    site: Site,
+    run: Run,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any = None,
+    *_: Any,
+    scaling: Optional[float] = None,
+    dropout: Any = 0.0,
+    sliding_window: Optional[int] = None,
+    softcap: Optional[float] = None,
+    s_aux: Any = None,
+    **__: Any,
+) -> tuple[torch.Tensor, None]:
+    if s_aux is not None:
+        raise PackingError(f"{site.label}: attention sinks (s_aux) cannot be packed yet.")
+    out = attend(
+        site,
+        run,
+        query,
+        key,
+        value,
+        heads_first=True,
+        scale=scaling,
+        handed_window=sliding_window,
+        softcap=softcap,
+        dropout=dropout,
+    )
+    return out, None
+
+
+def _traced_attention(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    # Finds all by the module, so that a copied model needs no function of its own.
+    site = module.__dict__["forward"].site
+    return _attention(site, site.patch.traced, *args, **kwargs)
+
+
+def traceable(site: Site) -> Optional[Callable[..., Any]]:
+    """The module's forward, made once, for Dynamo to trace; None outside of this era.
+
+    Dynamo looks a function's globals up in the module called ``__name__``; without that name it
+    takes the dictionary itself, and so sees what is rebound.
+    """
+    if site.span.via != "interface":
+        return None
+    names = {site.span.name: _Only(_traced_attention), "eager_attention_forward": _traced_attention}
+    return rebound(site.forward, names, nameless=True)
 
 
 INTERCEPTOR = _Interface()

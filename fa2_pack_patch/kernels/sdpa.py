@@ -12,6 +12,7 @@ import torch
 from torch.nn.functional import dropout as drop
 from torch.nn.functional import scaled_dot_product_attention, softmax
 
+from ..varlen import VarlenLayout
 from .base import AttentionCall, Kernel
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ class Sdpa(Kernel):
         softcap: Optional[float],
         dropout: float,
     ) -> torch.Tensor:
+        if isinstance(layout, VarlenLayout):
+            return _blockwise(q, k, v, layout, scale, window, softcap, dropout)
         lengths = list(layout.lengths)
         parts = []
         for qe, ke, ve in zip(*(t.split_with_sizes(lengths) for t in (q, k, v))):
@@ -49,6 +52,25 @@ class Sdpa(Kernel):
             out = _attention(*one, scale=scale, window=window, softcap=softcap, dropout=dropout)
             parts.append(out[0].transpose(0, 1))
         return torch.cat(parts).to(q.dtype)  # autocast gives its own dtype
+
+
+def _blockwise(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: VarlenLayout,
+    scale: Optional[float],
+    window: Optional[int],
+    softcap: Optional[float],
+    dropout: float,
+) -> torch.Tensor:
+    """All examples at once under a mask of tokens by tokens: no length is known on the host."""
+    owner = layout.owners()
+    mask = _windowed(layout.tokens, window or layout.tokens, q.device)
+    mask = mask & (owner[:, None] == owner)
+    one = (t.transpose(0, 1)[None] for t in (q, k, v))
+    out = _attention(*one, scale=scale, window=None, softcap=softcap, dropout=dropout, mask=mask)
+    return out[0].transpose(0, 1).to(q.dtype)
 
 
 def _attention(
@@ -60,11 +82,13 @@ def _attention(
     window: Optional[int],
     softcap: Optional[float],
     dropout: float,
+    mask: Optional[torch.Tensor] = None,
 ) -> torch.Tensor:
     length, groups = q.shape[2], q.shape[1] // k.shape[1]
     if groups > 1:
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-    mask = _windowed(length, window, q.device) if window and length > window else None
+    if window and length > window:
+        mask = _windowed(length, window, q.device)
     if softcap:
         scores = q @ k.transpose(2, 3) * (q.shape[3] ** -0.5 if scale is None else scale)
         scores = softcap * torch.tanh(scores / softcap)
