@@ -296,7 +296,8 @@ class ModelHook:
         cache = cache_of(call)
         if cache is not None:
             raise PackingError(
-                f"{what} cannot go with a cache, got {describe_cache(cache)}. Pass past_key_values=None and use_cache=False."
+                f"{what} cannot go with a cache, got {describe_cache(cache)}. "
+                "Pass past_key_values=None and use_cache=False."
             )
         for name in _FOREIGN:
             if call.get(name) is not None:

@@ -38,7 +38,7 @@ class Run:
         owner: object,
     ) -> None:
         self.layout = layout
-        #: int64 ``(rows, tokens)``, on the CPU if they were read; what the model's own tensor holds.
+        #: int64 ``(rows, tokens)``, what the model's own tensor holds; on the CPU if it was read
         self.positions = positions
         #: the largest position of any example, plus one
         self.longest = longest

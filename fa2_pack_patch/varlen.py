@@ -73,6 +73,10 @@ def labels_without_first(labels: torch.Tensor, cu_seqlens: torch.Tensor) -> torc
     return longer.index_fill(0, cu_seqlens[:-1].to(torch.int64), -100)[:-1].view(labels.shape)
 
 
+#: What a kernel is given.
+Layout = Union[PackedLayout, VarlenLayout]
+
+
 class Doubts:
     """Checks of varlen arguments that the device makes and a later call reads."""
 
@@ -111,7 +115,7 @@ class Doubts:
             return
         flag = torch.empty((), dtype=torch.bool, pin_memory=True)
         flag.copy_(wrong, non_blocking=True)
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         self._open.append((flag, event, q))
 
@@ -121,8 +125,11 @@ class Doubts:
         Raises:
             PackingError: quotes the cumulative lengths of that call.
         """
-        while self._open and (self._open[0][1] is None or self._open[0][1].query()):
-            wrong, _, q = self._open.popleft()
+        while self._open:
+            wrong, event, q = self._open[0]
+            if event is not None and not event.query():  # type: ignore[no-untyped-call]
+                return
+            self._open.popleft()
             if bool(wrong):
                 self._open.clear()
                 raise PackingError(

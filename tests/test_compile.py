@@ -16,6 +16,9 @@ import fa2_pack_patch
 from fa2_pack_patch.errors import PackingError
 
 TOKENS, ENTRIES = 24, 8
+#: torch.compile runs a module's own hooks outside of its forward: the labels' few operations are a
+#: graph of their own, the forward is one.
+GRAPHS = 2
 
 
 def static_batch(lengths: list[int], rows: int = 1) -> dict[str, Any]:
@@ -112,7 +115,7 @@ def test_compiled_is_eager(build: Callable[..., torch.nn.Module], family: str) -
         torch.testing.assert_close(out.logits, expected.logits, atol=2e-5, rtol=0)
         torch.testing.assert_close(grads, wanted, atol=2e-5, rtol=0)
         if one_graph(family):
-            assert backend.graphs == 1, "a batch of the same shapes was compiled anew"
+            assert backend.graphs == GRAPHS, "a batch of the same shapes was compiled anew"
 
 
 @pytest.mark.skipif(not one_graph("llama"), reason="the interface came with 4.48")
@@ -126,7 +129,7 @@ class TestOneGraph:
         for _ in range(50):
             lengths = [choose.randint(1, 6) for _ in range(choose.randint(1, 4))]
             compiled(**static_batch(lengths, rows)).loss.backward()
-        assert backend.graphs == 1
+        assert backend.graphs == GRAPHS
 
     def test_no_example_sees_another(self, build: Any) -> None:
         model = built(build, "llama").eval()

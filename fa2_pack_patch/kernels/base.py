@@ -11,7 +11,7 @@ import torch
 from ..errors import PackingError
 
 if TYPE_CHECKING:
-    from ..layout import PackedLayout
+    from ..varlen import Layout
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -66,7 +66,7 @@ class Kernel(ABC):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        layout: PackedLayout,
+        layout: Layout,
         *,
         scale: Optional[float],
         window: Optional[int],
@@ -112,7 +112,7 @@ def flash_reasons(call: AttentionCall) -> list[str]:
     return reasons
 
 
-def check_backward_range(q: torch.Tensor, layout: PackedLayout, *, each_head: bool = False) -> None:
+def check_backward_range(q: torch.Tensor, layout: Layout, *, each_head: bool = False) -> None:
     """Refuse what flash-attention's backward would index beyond int32.
 
     Its ``dq_accum`` holds ``(tokens + 128 * examples) * heads * head_dim`` elements, the head size

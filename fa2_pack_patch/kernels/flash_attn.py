@@ -12,7 +12,7 @@ import torch
 from .base import AttentionCall, Kernel, check_backward_range, flash_reasons
 
 if TYPE_CHECKING:
-    from ..layout import PackedLayout
+    from ..varlen import Layout
 
 
 @lru_cache(maxsize=1)
@@ -63,7 +63,7 @@ class FlashAttn(Kernel):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        layout: PackedLayout,
+        layout: Layout,
         *,
         scale: Optional[float],
         window: Optional[int],

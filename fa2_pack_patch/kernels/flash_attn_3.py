@@ -17,7 +17,7 @@ import torch
 from .base import AttentionCall, Kernel, capability, check_backward_range, flash_reasons
 
 if TYPE_CHECKING:
-    from ..layout import PackedLayout
+    from ..varlen import Layout
 
 
 @lru_cache(maxsize=1)
@@ -57,7 +57,7 @@ class FlashAttn3(Kernel):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        layout: PackedLayout,
+        layout: Layout,
         *,
         scale: Optional[float],
         window: Optional[int],

@@ -6,17 +6,14 @@ examples: one launch for each, sized by ``layout.lengths``, so that nothing wait
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Optional
+from typing import Optional
 
 import torch
 from torch.nn.functional import dropout as drop
 from torch.nn.functional import scaled_dot_product_attention, softmax
 
-from ..varlen import VarlenLayout
+from ..varlen import Layout, VarlenLayout
 from .base import AttentionCall, Kernel
-
-if TYPE_CHECKING:
-    from ..layout import PackedLayout
 
 
 class Sdpa(Kernel):
@@ -35,7 +32,7 @@ class Sdpa(Kernel):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        layout: PackedLayout,
+        layout: Layout,
         *,
         scale: Optional[float],
         window: Optional[int],

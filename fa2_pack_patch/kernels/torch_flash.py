@@ -19,7 +19,7 @@ import torch
 from .base import AttentionCall, Kernel, capability, check_backward_range, flash_reasons
 
 if TYPE_CHECKING:
-    from ..layout import PackedLayout
+    from ..varlen import Layout
 
 _NEEDED = {"scale", "window_size", "enable_gqa"}
 
@@ -76,7 +76,7 @@ class TorchFlash(Kernel):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        layout: PackedLayout,
+        layout: Layout,
         *,
         scale: Optional[float],
         window: Optional[int],
