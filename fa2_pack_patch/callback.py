@@ -14,7 +14,8 @@ import torch
 from .apply import apply, is_applied, revert
 from .detect import find_base
 from .errors import PackingError
-from .hooks import eagerly, is_compiling
+from .hooks import is_compiling
+from .layout import PackedLayout
 from .patch import ATTRIBUTE, PatchReport
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ class Seen:
     packed: int = 0
     real: Any = 0
     computed: int = 0
-    padded: int = 0
+    padded: Any = 0
 
 
 class PackingEvents:
@@ -48,7 +49,8 @@ class PackingEvents:
     tokens that padding to the longest example would have added, 0 to 1), and
     ``packed_tokens_per_second`` (real tokens). They are in ``trainer.state.log_history`` as well.
     ``Trainer`` calls the integrations of ``report_to`` before the callbacks of ``callbacks=``; for
-    them to see the values too, call :meth:`put_first` with the trainer.
+    them to see the values too, call :meth:`put_first` with the trainer. Compiled forwards
+    (``torch_compile=True``) are neither counted nor checked, so that the graph stays whole.
 
     Args:
         kernel: as for :func:`fa2_pack_patch.apply`.
@@ -82,7 +84,9 @@ class PackingEvents:
         self._last = ""
         self._since = 0.0
         self._mine = False
-        self._handle: Any = None
+        self._compiled = False
+        self._mask: Any = None
+        self._handles: list[Any] = []
 
     def put_first(self, trainer: Any) -> None:
         """Move this callback before all others of ``trainer``, so that all of them see its values.
@@ -104,14 +108,17 @@ class PackingEvents:
         self._mine = not is_applied(model)
         self.report = apply(model, kernel=self.kernel, allow_unverified=self.allow_unverified)
         base = next(base for _, base, _ in find_base(model) if ATTRIBUTE in base.__dict__)
-        self._handle = base.register_forward_hook(self._count, with_kwargs=True)
+        self._handles = [
+            base.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True),
+            base.register_forward_hook(self._after, with_kwargs=True),
+        ]
         self._seen, self._steps, self._packed_in_all = Seen(), 0, 0
         self._since = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """After the first steps: has anything been packed at all?"""
         self._steps += 1
-        if self._steps == self.check_steps and not self._packed_in_all:
+        if self._steps == self.check_steps and not self._packed_in_all and not self._compiled:
             raise PackingError(
                 f"no forward of the first {self._steps} training steps was packed; the last one "
                 f"got {self._last or 'nothing'}. Does the data collator flatten the batch and "
@@ -129,11 +136,11 @@ class PackingEvents:
     ) -> None:
         """Add the values to a log line of the training loss."""
         seen, now = self._seen, time.perf_counter()
-        if logs is None or "loss" not in logs or not seen.forwards:
+        if logs is None or "loss" not in logs or not seen.computed:
             return
         values = {
             "packed_share": round(seen.packed / seen.forwards, 4),
-            "padding_saved": round(1 - seen.computed / seen.padded, 4) if seen.padded else 0.0,
+            "padding_saved": round(1 - seen.computed / max(int(seen.padded), 1), 4),
             "packed_tokens_per_second": round(int(seen.real) / max(now - self._since, 1e-9), 1),
         }
         logs.update(values)
@@ -148,53 +155,71 @@ class PackingEvents:
             revert(more["model"])
 
     def _stop(self) -> None:
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
 
-    def _count(
-        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    def _before(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         if is_compiling():
-            eagerly(self._note, module, args, kwargs)
+            self._compiled = True  # a graph must not read or count anything here
         else:
-            self._note(module, args, kwargs)
+            self._mask = kwargs.get("attention_mask")  # the patch takes it away
 
-    def _note(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """From the layout that the forward ran with, so that nothing is read from the device."""
-        if not module.training:
-            return  # evaluation in between
-        seen = self._seen
+    def _after(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        if is_compiling() or not module.training:
+            return  # not counted: evaluation in between
+        seen, mask, self._mask = self._seen, self._mask, None
         seen.forwards += 1
         positions = kwargs.get("position_ids")
         patch = module.__dict__.get(ATTRIBUTE)
         run = None
         if patch is not None and isinstance(positions, torch.Tensor):
             run = patch.runs.bound(positions, patch)
-        if run is None:
-            inputs = kwargs.get("input_ids", kwargs.get("inputs_embeds", args[0] if args else None))
-            shape = tuple(inputs.shape) if isinstance(inputs, torch.Tensor) else None
-            given = sorted(k for k, v in kwargs.items() if v is not None)
-            self._last = f"an input of shape {shape} with {given}"
-            if shape is not None and len(shape) >= 2:
-                tokens = shape[0] * shape[1]
-                mask = kwargs.get("attention_mask")
-                if isinstance(mask, torch.Tensor) and mask.shape == shape[:2]:
-                    # summed on the device, read when a line is logged
-                    seen.real = seen.real + mask.ne(0).sum()
-                else:
-                    seen.real = seen.real + tokens
-                seen.computed += tokens
-                seen.padded += tokens
+        if run is not None:
+            real, padded = counts(run.layout, mask)
+            seen.packed += 1
+            self._packed_in_all += 1
+            seen.real = seen.real + real
+            seen.computed += run.layout.tokens
+            seen.padded = seen.padded + padded
             return
-        layout = run.layout
+        inputs = kwargs.get("input_ids")
+        if inputs is None:
+            inputs = kwargs.get("inputs_embeds", args[0] if args else None)
+        shape = tuple(inputs.shape) if isinstance(inputs, torch.Tensor) else ()
+        given = sorted(k for k, v in kwargs.items() if v is not None)
+        self._last = f"an input of shape {shape} with {given}"
+        if len(shape) >= 2:
+            plain = isinstance(mask, torch.Tensor) and mask.shape == shape[:2]
+            tokens = shape[0] * shape[1]
+            seen.real = seen.real + (mask.ne(0).sum() if plain else tokens)
+            seen.computed += tokens
+            seen.padded = seen.padded + tokens
+
+
+def counts(layout: Any, mask: Optional[torch.Tensor]) -> tuple[Any, Any]:
+    """Real tokens, and tokens of the padded batch; nothing waits for the device.
+
+    Args:
+        layout: a :class:`PackedLayout`, or one whose lengths are on the device alone.
+        mask: the call's 0/1 mask, or None; a layout on the device does not know its padding.
+
+    Returns:
+        Python ints, or int64 scalars on the device.
+    """
+    if isinstance(layout, PackedLayout):
         flags = layout.padding or (False,) * layout.examples
         lengths = [n for n, pad in zip(layout.lengths, flags) if not pad]
-        seen.packed += 1
-        self._packed_in_all += 1
-        seen.real += sum(lengths)
-        seen.computed += layout.tokens
-        seen.padded += len(lengths) * max(lengths, default=0)
+        return sum(lengths), len(lengths) * max(lengths, default=0)
+    starts = layout.cu_seqlens[:-1].to(torch.int64)
+    sizes = layout.cu_seqlens.diff().to(torch.int64)
+    if mask is not None and mask.numel() == layout.tokens:
+        sizes = sizes * mask.reshape(-1).ne(0)[starts.clamp(max=layout.tokens - 1)]
+    return sizes.sum(), sizes.ne(0).sum() * sizes.max()
 
 
 def __getattr__(name: str) -> Any:

@@ -13,8 +13,8 @@ import torch
 import transformers
 
 import fa2_pack_patch
-from fa2_pack_patch import PackingError
-from fa2_pack_patch.callback import Fa2PackPatchCallback
+from fa2_pack_patch import PackedLayout, PackingError
+from fa2_pack_patch.callback import Fa2PackPatchCallback, counts
 from tests.trainers import parts
 
 
@@ -166,3 +166,21 @@ def test_put_first_lets_the_others_see_the_values(tmp_path: Any) -> None:
 def test_refuses_a_negative_check() -> None:
     with pytest.raises(PackingError, match="got -1"):
         Fa2PackPatchCallback(check_steps=-1)
+
+
+def test_counts_without_reading_the_device() -> None:
+    """A layout whose lengths stay on the device: a full tail, and padding by the mask."""
+    lengths = PackedLayout.from_lengths([3, 5, 2], padding=[False, False, True])
+    there = SimpleNamespace(cu_seqlens=torch.tensor([0, 3, 8, 10, 10, 10]), tokens=10)
+    mask = torch.tensor([[1] * 8 + [0] * 2])
+    assert counts(lengths, None) == (8, 10)
+    assert [int(x) for x in counts(there, mask)] == [8, 10]
+    assert [int(x) for x in counts(there, None)] == [10, 15]
+
+
+def test_compiled_forwards_are_not_taken_for_unpacked_ones(begun: Any) -> None:
+    callback, model = begun
+    compiled = torch.compile(model, backend="eager")
+    compiled(**flatten(parts.examples(4)))
+    for _ in range(callback.check_steps):
+        callback.on_step_end(None, None, None)
