@@ -70,6 +70,7 @@ def _plan(found: Detection, kernel: str, note: Optional[str]) -> PatchReport:
         site = Site(patch, module, index, label)
         patch.sites.append(site)
         edits += _site_edits(site)
+        patch.reference(compat.implementation_of(module, config, found.span.via))
     edits.append(Edit(found.base, "pre", ModelHook(patch, base=True), hook="pre"))
     edits.append(Edit(found.base, "post", CountHook(patch), hook="post"))
     for holder in found.holders:

@@ -11,7 +11,7 @@ import torch
 from packaging.version import Version
 
 from . import compat
-from .registry import Family, Span
+from .registry import Family, Reference, Span
 from .rope import RopeRule
 from .runs import Run, Runs
 from .varlen import Doubts
@@ -73,11 +73,11 @@ class Site:
         implementation they are what the release hands to flash-attn, and for eager and sdpa what
         its masks and its core do, by the registry's reference rules.
         """
-        version = self.patch.release
         name = compat.implementation_of(self.module, self.config, self.span.via)
-        rule = self.family.reference(version, name)
-        if rule is None and compat.implementation_kind(name) == "flash":
-            return scale, compat.flash_window_sees(handed_window, version), softcap or None
+        rule, flash = self.patch.reference(name)
+        if flash:
+            sees = handed_window + self.patch.window_extra if handed_window else None
+            return scale, sees, softcap or None
         if rule is None:
             return scale, None, None
         if rule.scale == "default":
@@ -202,7 +202,20 @@ class Patch:
         self.explicit_seen = False
         self.doubts = Doubts()
         self.mask_placeholder = compat.mask_placeholder(release)
+        self.window_extra = (compat.flash_window_sees(1, release) or 1) - 1
+        self._references: dict[str, tuple[Optional[Reference], bool]] = {}
         self.report: Optional[PatchReport] = None
+
+    def reference(self, implementation: str) -> tuple[Optional[Reference], bool]:
+        """The registry's rule for an implementation, and whether flash-attn's own values hold.
+
+        Looked up once: a compiled forward must find nothing that changes at the first look.
+        """
+        if implementation not in self._references:
+            rule = self.family.reference(self.release, implementation)
+            flash = rule is None and compat.implementation_kind(implementation) == "flash"
+            self._references[implementation] = rule, flash
+        return self._references[implementation]
 
     def commit(self, edits: Sequence[Edit]) -> None:
         """Make all edits, or none of them."""
