@@ -51,6 +51,8 @@ def test_pad_and_unpad_are_a_round_trip(layout: PackedLayout, side: str) -> None
     padded, mask = layout.pad(flat, -1, side=side)
     assert padded.shape == (4, 6, 3) and mask.dtype == torch.int64
     assert mask.sum(1).tolist() == LENGTHS
+    edge = 0 if side == "right" else -1  # where every row has a token
+    assert bool(mask[:, edge].all()) and int(mask[:, -1 - edge].sum()) == 1
     for row, keep, part in zip(padded, mask.bool(), layout.split(flat)):
         assert torch.equal(row[keep], part)
         assert bool((row[~keep] == -1).all())
