@@ -20,7 +20,6 @@ import platform
 import re
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +47,7 @@ def tokenize(model: Path, source: Path, out: Path, count: int) -> None:
 
 
 def train(folder: Path, data: list[Any], packed: bool, options: Any) -> dict[str, Any]:
-    """One run; loss of each step, lengths in the order seen, tokens computed, seconds."""
+    """One run; loss of each step, lengths in the order seen, tokens computed."""
     from transformers import AutoModelForCausalLM, Trainer
 
     from fa2_pack_patch.callback import Fa2PackPatchCallback
@@ -73,9 +72,7 @@ def train(folder: Path, data: list[Any], packed: bool, options: Any) -> dict[str
             train_dataset=data,
             callbacks=[Fa2PackPatchCallback()] if packed else [],
         )
-        began = time.perf_counter()
         trainer.train()
-        seconds = time.perf_counter() - began
     micro = collator.micro[: options.steps * options.accumulation]
     lengths = [[len(f["input_ids"]) for f in features] for features in micro]
     real = sum(map(sum, lengths))
@@ -83,7 +80,6 @@ def train(folder: Path, data: list[Any], packed: bool, options: Any) -> dict[str
         "loss": trainer.steps(),
         "lengths": lengths,
         "tokens": real if packed else sum(len(m) * max(m) for m in lengths),
-        "seconds": round(seconds, 1),
     }
 
 

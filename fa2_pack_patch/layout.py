@@ -226,26 +226,25 @@ class PackedLayout:
                 "a batch needs cu_seq_lens_q, position_ids or a 2-D attention_mask to tell its "
                 f"examples apart, got the keys {quote(sorted(batch))}."
             )
-        ends = [int(x) for x in torch.as_tensor(cu).detach().cpu().tolist()]
-        while len(ends) > 2 and ends[-1] == ends[-2]:
-            ends.pop()
-        shaped = next(
-            (batch[k] for k in ("input_ids", "position_ids", "labels") if k in batch), None
-        )
-        tokens = ends[-1] if shaped is None else shaped.numel()
-        layout = cls.from_cu_seqlens(torch.tensor(ends, dtype=torch.int32), tokens=tokens)
-        flags = None
-        if mask is not None:
-            real = (mask.detach().cpu().reshape(-1) != 0).split_with_sizes(list(layout.lengths))
-            flags = [not bool(part[0]) for part in real]
-            for part, start in zip(real, layout.starts):
-                if bool(part.any()) != bool(part.all()):
-                    raise PackingError(
-                        f"attention_mask has padding inside the example at token {start} of "
-                        f"cu_seq_lens_q {quote(ends)}; count padding as an example of its own."
-                    )
-        device = torch.as_tensor(cu).device
-        return cls.from_lengths(layout.lengths, device=device, padding=flags)
+        names = ("input_ids", "position_ids", "labels")
+        shaped = next((batch[name] for name in names if batch.get(name) is not None), None)
+        layout = cls.from_cu_seqlens(cu, tokens=None if shaped is None else shaped.numel())
+        if mask is None:
+            return layout
+        if mask.numel() != layout.tokens:
+            raise PackingError(
+                f"attention_mask of shape {tuple(mask.shape)} does not fit the {layout.tokens} "
+                f"tokens of cu_seq_lens_q {quote(cu)}; give (rows, tokens)."
+            )
+        real = (mask.detach().cpu().reshape(-1) != 0).split_with_sizes(list(layout.lengths))
+        for part, start in zip(real, layout.starts):
+            if bool(part.any()) != bool(part.all()):
+                raise PackingError(
+                    f"attention_mask has padding inside the example at token {start} of "
+                    f"cu_seq_lens_q {quote(cu)}; count padding as an example of its own."
+                )
+        flags = [not bool(part[0]) for part in real]
+        return cls.from_lengths(layout.lengths, device=layout.cu_seqlens.device, padding=flags)
 
     def gather_last(self, hidden: torch.Tensor) -> torch.Tensor:
         """The last token of each example that is not padding: ``(examples, ...)``.

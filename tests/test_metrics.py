@@ -116,6 +116,10 @@ def test_from_batch_reads_what_collators_give(layout: PackedLayout) -> None:
             {"cu_seq_lens_q": torch.tensor([0, 4]), "attention_mask": torch.tensor([[1, 1, 0, 0]])},
             r"padding inside the example at token 0 of cu_seq_lens_q \[0, 4\]",
         ),
+        (
+            {"cu_seq_lens_q": torch.tensor([0, 4]), "attention_mask": torch.ones(1, 3)},
+            r"shape \(1, 3\) does not fit the 4 tokens",
+        ),
     ],
 )
 def test_from_batch_refuses(batch: dict[str, torch.Tensor], said: str) -> None:
