@@ -18,22 +18,31 @@ from ..layout import quote
 Feature = Mapping[str, Any]
 Batch = dict[str, Any]
 
-_OWN = ("input_ids", "labels", "attention_mask", "position_ids", "token_type_ids", "assistant_masks")
+_OWN = (
+    "input_ids",
+    "labels",
+    "attention_mask",
+    "position_ids",
+    "token_type_ids",
+    "assistant_masks",
+)
 
 
 class DataCollatorWithFlattening:
     """Lays the examples of a batch end to end in one row of shape ``(1, tokens)``.
 
     The batch has ``input_ids`` and ``labels`` (int64 ``(1, tokens)``), and as asked for
-    ``position_ids`` (int64, from ``position_ids_start`` at each example), ``cu_seq_lens_q/k`` (int32
-    ``(examples + 1,)``) with ``max_length_q/k`` (Python ints), and ``seq_idx`` (int32). With padding
-    it also has an ``attention_mask`` of 0 and 1 (int64), by which a patched model, the layout and the
-    metrics know the padding; a model that is not patched may mix examples under a mask.
+    ``position_ids`` (int64, from ``position_ids_start`` at each example), ``cu_seq_lens_q/k``
+    (int32 ``(examples + 1,)``) with ``max_length_q/k`` (Python ints), and ``seq_idx`` (int32).
+    With padding it also has an ``attention_mask`` of 0 and 1 (int64), by which a patched model,
+    the layout and the metrics know the padding; a model that is not patched may mix examples
+    under a mask.
 
     An example holds ``input_ids`` and perhaps ``labels`` (else ``input_ids`` are the labels), as
     lists, numpy arrays or tensors. Its ``attention_mask`` takes padding out of it;
     ``assistant_masks`` (as chat templates with ``{% generation %}`` give them) leave only the
-    assistant's tokens as targets. Other keys of numbers are carried: one number an example as
+    assistant's tokens as targets; its own ``position_ids`` and ``token_type_ids`` are left out.
+    Other keys of numbers are carried: one number an example as
     ``(examples,)``, one a token as ``(1, tokens)``; anything else is refused by name.
 
     Args:
@@ -182,8 +191,8 @@ class DataCollatorWithFlattening:
         ids = _numbers(feature["input_ids"], "input_ids", at)
         if ids.dim() != 1 or ids.is_floating_point():
             raise PackingError(
-                f"input_ids of example {at} must be integers of shape (length,), got {ids.dtype} of "
-                f"shape {tuple(ids.shape)}."
+                f"input_ids of example {at} must be integers of shape (length,), got {ids.dtype} "
+                f"of shape {tuple(ids.shape)}."
             )
         length = len(ids)
         result = {"input_ids": ids, "labels": ids}
@@ -281,7 +290,7 @@ def rows_of(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
     ids = torch.as_tensor(batch["input_ids"])
     if ids.dim() != 2:
         raise PackingError(
-            f"the inner collator gave input_ids of shape {tuple(ids.shape)}; expected (rows, tokens)"
+            f"the inner collator gave input_ids of shape {tuple(ids.shape)}, not (rows, tokens)."
         )
     if batch.get("attention_mask") is None and len(ids) > 1:
         raise PackingError(
