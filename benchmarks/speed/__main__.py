@@ -23,7 +23,7 @@ SECTIONS = {
     "worker": "old",  # the child of "old", one for each Transformers
 }
 #: Sections in which padded batches of many widths follow each other: no fragments in their peaks.
-_EXPANDABLE = ("table", "large", "worker", "torch_flash")
+_EXPANDABLE = ("table", "large", "old", "worker", "torch_flash")
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:

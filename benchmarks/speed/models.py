@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 import torch
+from packaging.version import Version
 
 #: hidden, layers, query heads, key heads, intermediate, vocabulary, tied embeddings: from the
 #: published configs. All are built as Llama or Mistral without biases. Mistral is v0.3 (no window);
@@ -66,9 +67,7 @@ def build(
     torch.set_default_dtype(torch.bfloat16)
     try:
         with where:
-            model: torch.nn.Module = cls._from_config(
-                config(shape, smoke=smoke), attn_implementation=implementation
-            )
+            model = _construct(cls, config(shape, smoke=smoke), implementation)
     finally:
         torch.set_default_dtype(before)
     model = model.to(dtype) if where.type == "cpu" else model
@@ -77,6 +76,18 @@ def build(
             gradient_checkpointing_kwargs={"use_reentrant": False}
         )
     return model.train()
+
+
+def _construct(cls: Any, made: Any, implementation: str) -> torch.nn.Module:
+    """The class by its release's own way to ask for an attention implementation."""
+    import transformers
+
+    if Version(transformers.__version__) < Version("4.36"):
+        made._flash_attn_2_enabled = implementation == "flash_attention_2"
+        found: torch.nn.Module = cls(made)
+    else:
+        found = cls._from_config(made, attn_implementation=implementation)
+    return found
 
 
 def twin(model: torch.nn.Module, implementation: str | None = None) -> torch.nn.Module:

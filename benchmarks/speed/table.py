@@ -30,7 +30,7 @@ def main(options: argparse.Namespace, writer: Writer, deadline: Deadline) -> int
     return run(cells, lambda c: LAUNCH_BOUND if c.tokens else ROWS, options, writer, deadline)
 
 
-def run(  # noqa: PLR0913
+def run(
     cells: Sequence[Cell],
     names: object,
     options: argparse.Namespace,
@@ -53,13 +53,21 @@ def run(  # noqa: PLR0913
         try:
             model, variants, update = open_cell(cell, wanted, smoke=options.smoke)
         except Exception as fault:
-            writer.put(cell=cell.name, variant="all", error=f"{type(fault).__name__}: {fault}"[:600])
+            writer.put(
+                cell=cell.name, variant="all", error=f"{type(fault).__name__}: {fault}"[:600]
+            )
             failed += 1
             tidy()
             continue
         about = cell.about(model, smoke=options.smoke)
         interleave(
-            variants, update, mine, writer, rounds=options.rounds, tidy_between=tidy_between, **about
+            variants,
+            update,
+            mine,
+            writer,
+            rounds=options.rounds,
+            tidy_between=tidy_between,
+            **about,
         )
         failed += sum(v.error is not None and v.error != "out of memory" for v in variants)
         losses = {v.name: v.loss for v in variants if v.loss is not None and v.name != "ceiling"}
