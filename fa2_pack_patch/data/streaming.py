@@ -1,0 +1,215 @@
+"""Packing a stream of unknown length through a buffer."""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_right, insort
+from collections.abc import Iterable, Iterator
+from typing import Any, Callable, Optional
+
+from torch.utils.data import IterableDataset, get_worker_info
+
+from ..errors import PackingError
+from .packers import check_count
+from .samplers import replicas
+
+
+class PackedIterableDataset(IterableDataset):  # type: ignore[type-arg]
+    """Lists of examples of a stream, each list of at most ``capacity`` tokens.
+
+    Each list starts with the example that has waited longest and is filled with the longest of the
+    buffer that still fit, so none waits forever and none is lost: the buffer is emptied at the end.
+    For ``DataLoader(PackedIterableDataset(...), batch_size=None, collate_fn=collator)``.
+
+    Workers of a ``DataLoader`` each take their share: of a ``torch`` or ``datasets``
+    ``IterableDataset`` as it divides itself among workers, of any other iterable every n-th
+    example. With ``num_replicas`` every process reads the whole stream and takes every n-th list:
+    all get as many. For a stream that is divided already, leave it at 1.
+
+    Not for accelerate's ``prepare``, which would cut lists up again: give ``num_replicas`` and
+    ``rank`` here.
+
+    Args:
+        dataset: an iterable of examples, mappings with ``input_ids``; iterated anew every epoch.
+        capacity: tokens of a list at the most.
+        buffer_size: examples held back to choose from; more make denser lists.
+        length: tokens of an example; by default ``len(example["input_ids"])``.
+        max_examples: the most examples in a list.
+        too_long: an example above ``capacity``: "error", or "truncate" where the collator cuts to
+            ``max_length=capacity`` (it counts as ``capacity`` here).
+        num_replicas: processes that share this stream.
+        rank: this process's number.
+
+    Raises:
+        PackingError: an example of no tokens or, by default, of more than ``capacity``.
+        ValueError: options that do not exist.
+    """
+
+    def __init__(
+        self,
+        dataset: Iterable[Any],
+        capacity: int,
+        *,
+        buffer_size: int = 1000,
+        length: Optional[Callable[[Any], int]] = None,
+        max_examples: Optional[int] = None,
+        too_long: str = "error",
+        num_replicas: int = 1,
+        rank: int = 0,
+    ) -> None:
+        super().__init__()
+        if iter(dataset) is dataset:
+            raise ValueError(
+                f"dataset is a {type(dataset).__name__}, which can be read only once; give "
+                "something that starts anew each time it is iterated, such as a datasets."
+                "IterableDataset.from_generator(...)."
+            )
+        if too_long not in ("error", "truncate"):
+            raise ValueError(f'too_long must be "error" or "truncate", got {too_long!r}.')
+        check_count("capacity", capacity)
+        check_count("buffer_size", buffer_size)
+        if max_examples is not None:
+            check_count("max_examples", max_examples)
+        self.num_replicas, self.rank = replicas(num_replicas, rank)
+        self.dataset = dataset
+        self.capacity = capacity
+        self.buffer_size = buffer_size
+        self.length = length or _tokens
+        self.max_examples = max_examples
+        self.too_long = too_long
+        self._resume: Optional[dict[str, Any]] = None
+        self._state: dict[str, Any] = {"read": 0, "buffer": [], "dataset": None, "groups": 0}
+
+    def set_epoch(self, epoch: int) -> None:
+        """Passed on to the data set, for its shuffling."""
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        state = self._resume or {"read": 0, "buffer": [], "dataset": None, "groups": 0}
+        self._resume = None
+        self._state = dict(state)
+        buffer = _Buffer(self.capacity, self.max_examples)
+        for at, example in enumerate(state["buffer"]):
+            buffer.add(example, self._size(example, at))
+        group: list[list[Any]] = []
+        for held in self._lists(self._read(state), buffer):
+            group.append(held)
+            if len(group) == self.num_replicas:
+                self._note(buffer)
+                yield group[self.rank]
+                group = []
+        if group:
+            self._note(buffer)
+            yield self._completed(group)[self.rank]
+        self._state = {"read": 0, "buffer": [], "dataset": None, "groups": 0}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the stream is and what the buffer holds; after a list was handed out, and with
+        workers for one worker's share (``StatefulDataLoader`` keeps each)."""
+        return {**self._state, "buffer": list(self._state["buffer"])}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The next pass goes on after the list that the state followed.
+
+        A data set with a ``load_state_dict`` of its own is asked to go on; any other is read again
+        up to where it was.
+        """
+        self._resume = dict(state)
+
+    def _note(self, buffer: _Buffer) -> None:
+        own = getattr(self.dataset, "state_dict", None)
+        self._state["buffer"] = list(buffer.waiting.values())
+        self._state["groups"] += 1
+        self._state["dataset"] = own() if own is not None else None
+
+    def _read(self, state: dict[str, Any]) -> Iterator[Any]:
+        """This worker's examples, from where the state is."""
+        worker = get_worker_info()
+        source: Iterable[Any] = self.dataset
+        if state["dataset"] is not None:
+            self.dataset.load_state_dict(state["dataset"])  # type: ignore[attr-defined]
+            skip = 0
+        else:
+            skip = int(state["read"])
+        if worker is not None and not isinstance(source, IterableDataset):
+            source = itertools.islice(iter(source), worker.id, None, worker.num_workers)
+        return itertools.islice(iter(source), skip, None)
+
+    def _lists(self, examples: Iterator[Any], buffer: _Buffer) -> Iterator[list[Any]]:
+        for example in examples:
+            size = self._size(example, self._state["read"])
+            self._state["read"] += 1
+            buffer.add(example, size)
+            if len(buffer) > self.buffer_size:
+                yield buffer.take()
+        while len(buffer):
+            yield buffer.take()
+
+    def _size(self, example: Any, at: int) -> int:
+        size = int(self.length(example))
+        if size < 1:
+            raise PackingError(f"example {at} of the stream has {size} tokens; leave it out.")
+        if size > self.capacity and self.too_long == "error":
+            raise PackingError(
+                f"example {at} of the stream has {size} tokens, more than capacity={self.capacity}"
+                '; raise the capacity, filter the stream, or pass too_long="truncate".'
+            )
+        return min(size, self.capacity)
+
+    def _completed(self, group: list[list[Any]]) -> list[list[Any]]:
+        """The last group, its lists of most examples divided so that each process has one."""
+        examples = sum(map(len, group))
+        if examples < self.num_replicas:
+            raise PackingError(
+                f"the stream ends with {examples} examples for {self.num_replicas} processes "
+                f"(num_replicas); add examples, or repeat the stream and stop by steps."
+            )
+        while len(group) < self.num_replicas:
+            group.sort(key=len)
+            longest = group.pop()
+            half = len(longest) // 2
+            group += [longest[:half], longest[half:]]
+        return group
+
+
+class _Buffer:
+    """Waiting examples by arrival and by size."""
+
+    def __init__(self, capacity: int, most: Optional[int]) -> None:
+        self.capacity = capacity
+        self.most = most
+        self.waiting: dict[int, Any] = {}
+        self._sizes: dict[int, int] = {}
+        self._sorted: list[tuple[int, int]] = []  # (size, -arrival): of equals the oldest is last
+        self._next = 0
+
+    def __len__(self) -> int:
+        return len(self.waiting)
+
+    def add(self, example: Any, size: int) -> None:
+        self.waiting[self._next] = example
+        self._sizes[self._next] = size
+        insort(self._sorted, (size, -self._next))
+        self._next += 1
+
+    def take(self) -> list[Any]:
+        """The oldest, and the longest that fit beside it."""
+        oldest = next(iter(self.waiting))
+        room = self.capacity - self._sizes[oldest]
+        chosen = [oldest]
+        self._sorted.remove((self._sizes[oldest], -oldest))
+        while room and (self.most is None or len(chosen) < self.most):
+            at = bisect_right(self._sorted, (room, 0)) - 1
+            if at < 0:
+                break
+            size, arrival = self._sorted.pop(at)
+            chosen.append(-arrival)
+            room -= size
+        for arrival in chosen:
+            del self._sizes[arrival]
+        return [self.waiting.pop(arrival) for arrival in sorted(chosen)]
+
+
+def _tokens(example: Any) -> int:
+    return len(example["input_ids"])
