@@ -11,7 +11,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from ..errors import PackingError
 from .packers import check_count
-from .samplers import replicas
+from .samplers import REMAINDERS, replicas
 
 
 class PackedIterableDataset(IterableDataset):  # type: ignore[type-arg]
@@ -39,6 +39,8 @@ class PackedIterableDataset(IterableDataset):  # type: ignore[type-arg]
             ``max_length=capacity`` (it counts as ``capacity`` here).
         num_replicas: processes that share this stream.
         rank: this process's number.
+        remainder: when the stream ends with too few examples to give each process a list:
+            "repeat" some lists (``repeated`` says how many), "drop" them (``dropped``), or "error".
 
     Raises:
         PackingError: an example of no tokens or, by default, of more than ``capacity``.
@@ -56,6 +58,7 @@ class PackedIterableDataset(IterableDataset):  # type: ignore[type-arg]
         too_long: str = "error",
         num_replicas: int = 1,
         rank: int = 0,
+        remainder: str = "repeat",
     ) -> None:
         super().__init__()
         if iter(dataset) is dataset:
@@ -66,6 +69,8 @@ class PackedIterableDataset(IterableDataset):  # type: ignore[type-arg]
             )
         if too_long not in ("error", "truncate"):
             raise ValueError(f'too_long must be "error" or "truncate", got {too_long!r}.')
+        if remainder not in REMAINDERS:
+            raise ValueError(f"remainder must be one of {list(REMAINDERS)}, got {remainder!r}.")
         check_count("capacity", capacity)
         check_count("buffer_size", buffer_size)
         if max_examples is not None:
@@ -77,8 +82,10 @@ class PackedIterableDataset(IterableDataset):  # type: ignore[type-arg]
         self.length = length or _tokens
         self.max_examples = max_examples
         self.too_long = too_long
+        self.remainder = remainder
         self._resume: Optional[dict[str, Any]] = None
-        self._state: dict[str, Any] = {"read": 0, "buffer": [], "dataset": None, "groups": 0}
+        self.repeated = self.dropped = 0
+        self._state: dict[str, Any] = _fresh()
 
     def set_epoch(self, epoch: int) -> None:
         """Passed on to the data set, for its shuffling."""
@@ -86,28 +93,32 @@ class PackedIterableDataset(IterableDataset):  # type: ignore[type-arg]
             self.dataset.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[list[Any]]:
-        state = self._resume or {"read": 0, "buffer": [], "dataset": None, "groups": 0}
-        self._resume = None
-        self._state = dict(state)
+        self._state, self._resume = self._resume or _fresh(), None
+        self.repeated = self.dropped = 0
         buffer = _Buffer(self.capacity, self.max_examples)
-        for at, example in enumerate(state["buffer"]):
-            buffer.add(example, self._size(example, at))
-        group: list[list[Any]] = []
-        for held in self._lists(self._read(state), buffer):
+        for example in self._state["buffer"]:
+            buffer.add(example, self._size(example, self._state["read"]))
+        count = self.num_replicas
+        # One group is held back, so that the last lists can be divided among the processes.
+        most = count if count == 1 else 2 * count
+        group: list[list[Any]] = list(self._state["pending"])
+        for held in self._lists(self._read(), buffer):
             group.append(held)
-            if len(group) == self.num_replicas:
-                self._note(buffer)
+            if len(group) == most:
+                self._note(buffer, group[count:])
                 yield group[self.rank]
-                group = []
-        if group:
-            self._note(buffer)
-            yield self._completed(group)[self.rank]
-        self._state = {"read": 0, "buffer": [], "dataset": None, "groups": 0}
+                group = group[count:]
+        group = self._completed(group)
+        while group:
+            self._note(buffer, group[count:])
+            yield group[self.rank]
+            group = group[count:]
+        self._state = _fresh()
 
     def state_dict(self) -> dict[str, Any]:
         """Where the stream is and what the buffer holds; after a list was handed out, and with
         workers for one worker's share (``StatefulDataLoader`` keeps each)."""
-        return {**self._state, "buffer": list(self._state["buffer"])}
+        return dict(self._state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The next pass goes on after the list that the state followed.
@@ -117,21 +128,23 @@ class PackedIterableDataset(IterableDataset):  # type: ignore[type-arg]
         """
         self._resume = dict(state)
 
-    def _note(self, buffer: _Buffer) -> None:
+    def _note(self, buffer: _Buffer, pending: list[list[Any]]) -> None:
         own = getattr(self.dataset, "state_dict", None)
-        self._state["buffer"] = list(buffer.waiting.values())
-        self._state["groups"] += 1
-        self._state["dataset"] = own() if own is not None else None
+        self._state = {
+            "read": self._state["read"],
+            "buffer": list(buffer.waiting.values()),
+            "pending": pending,
+            "dataset": own() if own is not None else None,
+        }
 
-    def _read(self, state: dict[str, Any]) -> Iterator[Any]:
+    def _read(self) -> Iterator[Any]:
         """This worker's examples, from where the state is."""
         worker = get_worker_info()
         source: Iterable[Any] = self.dataset
-        if state["dataset"] is not None:
-            self.dataset.load_state_dict(state["dataset"])  # type: ignore[attr-defined]
+        skip = int(self._state["read"])
+        if self._state["dataset"] is not None:
+            self.dataset.load_state_dict(self._state["dataset"])  # type: ignore[attr-defined]
             skip = 0
-        else:
-            skip = int(state["read"])
         if worker is not None and not isinstance(source, IterableDataset):
             source = itertools.islice(iter(source), worker.id, None, worker.num_workers)
         return itertools.islice(iter(source), skip, None)
@@ -158,19 +171,33 @@ class PackedIterableDataset(IterableDataset):  # type: ignore[type-arg]
         return min(size, self.capacity)
 
     def _completed(self, group: list[list[Any]]) -> list[list[Any]]:
-        """The last group, its lists of most examples divided so that each process has one."""
-        examples = sum(map(len, group))
-        if examples < self.num_replicas:
-            raise PackingError(
-                f"the stream ends with {examples} examples for {self.num_replicas} processes "
-                f"(num_replicas); add examples, or repeat the stream and stop by steps."
-            )
-        while len(group) < self.num_replicas:
-            group.sort(key=len)
-            longest = group.pop()
-            half = len(longest) // 2
-            group += [longest[:half], longest[half:]]
+        """The last lists, those of most examples divided until there is one for each process."""
+        missing = -len(group) % self.num_replicas
+        for _ in range(missing):
+            at = max(range(len(group)), key=lambda n: len(group[n]))
+            held = group[at]
+            if len(held) == 1:
+                return self._uneven(group)
+            group = [*group[:at], held[: len(held) // 2], held[len(held) // 2 :], *group[at + 1 :]]
         return group
+
+    def _uneven(self, group: list[list[Any]]) -> list[list[Any]]:
+        over = len(group) % self.num_replicas
+        if self.remainder == "repeat":
+            self.repeated = self.num_replicas - over
+            return group + [group[n % len(group)] for n in range(self.repeated)]
+        if self.remainder == "drop":
+            self.dropped = over
+            return group[:-over]
+        raise PackingError(
+            f"the stream ends with {len(group)} lists that cannot be divided among "
+            f"{self.num_replicas} processes (num_replicas); pass remainder="
+            '"repeat" to see some twice or "drop" to leave some out.'
+        )
+
+
+def _fresh() -> dict[str, Any]:
+    return {"read": 0, "buffer": [], "pending": [], "dataset": None}
 
 
 class _Buffer:
