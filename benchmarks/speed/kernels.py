@@ -87,33 +87,45 @@ def _attention(
         )
 
 
+def tensors(
+    tokens: int, heads: int, kv_heads: int, head_dim: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Random ``(tokens, heads, head_dim)`` query, key and value that want gradients."""
+    where = models.device()
+    dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
+    q, k, v = (
+        torch.randn(tokens, n, head_dim, device=where, dtype=dtype, requires_grad=True)
+        for n in (heads, kv_heads, kv_heads)
+    )
+    return q, k, v
+
+
 def closures(
     name: str, lengths: list[int], heads: int, kv_heads: int, head_dim: int
-) -> tuple[Callable[[], object], Callable[[], object]]:
+) -> tuple[Callable[[], torch.Tensor], Callable[[], object]]:
     """Forward and backward of one of this package's kernels on random tensors."""
     from fa2_pack_patch.kernels import get
     from fa2_pack_patch.layout import PackedLayout
 
-    where = models.device()
-    dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
-    layout = PackedLayout.from_lengths(lengths, device=where)
-    q, k, v = (
-        torch.randn(layout.tokens, n, head_dim, device=where, dtype=dtype, requires_grad=True)
-        for n in (heads, kv_heads, kv_heads)
-    )
+    layout = PackedLayout.from_lengths(lengths, device=models.device())
+    q, k, v = tensors(layout.tokens, heads, kv_heads, head_dim)
     kernel = get(name)
 
     def run() -> torch.Tensor:
         return kernel(q, k, v, layout, scale=None, window=None, softcap=None, dropout=0.0)
 
-    def forward() -> object:
+    def forward() -> torch.Tensor:
         with torch.no_grad():
             return run()
 
-    out = run()
+    return forward, backward_of(run(), q, k, v)
+
+
+def backward_of(out: torch.Tensor, *inputs: torch.Tensor) -> Callable[[], object]:
+    """The backward from ``out``, as often as it is called."""
     gradient = torch.randn_like(out)
 
     def backward() -> object:
-        return torch.autograd.grad(out, (q, k, v), gradient, retain_graph=True)
+        return torch.autograd.grad(out, inputs, gradient, retain_graph=True)
 
-    return forward, backward
+    return backward
