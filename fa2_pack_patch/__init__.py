@@ -1,5 +1,7 @@
 """Packed rows attended example by example, in any supported Transformers model and release."""
 
+from typing import Any
+
 from .apply import applied, apply, is_applied, revert, supports
 from .detect import Verdict
 from .errors import (
@@ -15,6 +17,7 @@ from .patch import PatchReport
 __version__ = "0.1.0"
 
 __all__ = [
+    "Fa2PackPatchCallback",
     "Fa2PackPatchError",
     "KernelUnavailableError",
     "PackedLayout",
@@ -29,3 +32,11 @@ __all__ = [
     "revert",
     "supports",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Fa2PackPatchCallback":  # its base class is in Transformers
+        from .callback import Fa2PackPatchCallback
+
+        return Fa2PackPatchCallback
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -181,3 +181,15 @@ def test_nothing_makes_no_bins() -> None:
 def test_refused(lengths: Any, capacity: Any, options: Any, error: Any, said: str) -> None:
     with pytest.raises(error, match=said):
         pack_lengths(lengths, capacity, **options)
+
+
+def test_the_page_shows_what_was_measured() -> None:
+    from benchmarks import packing
+
+    text = packing.PAGE.read_text(encoding="utf-8")
+    result = json.loads(packing.RESULT.read_text(encoding="utf-8"))
+    assert packing.rendered(text, result) == text
+    lengths = t0(packing.CAPACITY)
+    assert result["t0"]["bfd"] == packing.packed(lengths)["bfd"]  # no clock in it
+    share = result["t0"]["padding_share"]["32"]
+    assert share == round(packing.padding(t0(cap=10**6), 32), 4) > 0.85

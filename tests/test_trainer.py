@@ -26,6 +26,10 @@ def test_resumed_is_uninterrupted() -> None:
     cases.resume()
 
 
+def test_a_token_budget() -> None:
+    cases.budget()
+
+
 def test_batches_of_a_fixed_shape() -> None:
     cases.static()
 
@@ -42,7 +46,7 @@ def test_the_page_on_packing_runs(tmp_path: Any, monkeypatch: pytest.MonkeyPatch
     """The blocks of docs/packing.md, in order, in one namespace."""
     text = (releases.releases.ROOT / "docs" / "packing.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-    assert len(blocks) == 5
+    assert len(blocks) == 7
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     names: dict[str, Any] = {"model": parts.model(), "dataset": parts.examples(16)}

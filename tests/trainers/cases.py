@@ -12,7 +12,12 @@ from packaging.version import Version
 
 from fa2_pack_patch import PackedLayout, apply
 from fa2_pack_patch.callback import Fa2PackPatchCallback
-from fa2_pack_patch.data import DataCollatorWithFlattening, examples_metrics, per_example_loss
+from fa2_pack_patch.data import (
+    DataCollatorWithFlattening,
+    PackedBatchSampler,
+    examples_metrics,
+    per_example_loss,
+)
 
 from . import parts
 
@@ -165,6 +170,66 @@ def static() -> dict[str, Any]:
         curves[name] = trainer.steps()
     result = {**curves, "difference": parts.largest(curves["padded"], curves["static"])}
     assert result["difference"] < BAR, result
+    return result
+
+
+def budget() -> dict[str, Any]:
+    """A token budget instead of a batch size: every example once an epoch, resumed in the middle,
+    and the losses are those of the same examples padded."""
+    from torch.utils.data import DataLoader
+    from transformers import Trainer
+
+    data = parts.examples(60)
+    sizes = [len(example["input_ids"]) for example in data]
+
+    class Budget(Trainer):  # type: ignore[misc]
+        def get_train_dataloader(self) -> Any:
+            sampler = PackedBatchSampler(
+                sizes, 96, seed=self.args.seed, multiple_of=self.args.world_size
+            )
+            loader = DataLoader(
+                self.train_dataset, batch_sampler=sampler, collate_fn=self.data_collator
+            )
+            return self.accelerator.prepare(loader)
+
+    runs, seen = {}, {}
+    with tempfile.TemporaryDirectory() as out:
+        for name, inner, again in (
+            ("padded", parts.padded, False),
+            ("packed", DataCollatorWithFlattening(), False),
+            ("resumed", DataCollatorWithFlattening(), True),
+        ):
+            network = parts.model()
+            if name != "padded":
+                apply(network)
+            seen[name] = parts.Remembered(inner)
+            args = parts.arguments(
+                Path(out) / ("padded" if name == "padded" else "packed"),
+                max_steps=-1,
+                num_train_epochs=2,
+                gradient_accumulation_steps=1,
+                save_strategy="steps",
+                save_steps=5,
+            )
+            runs[name] = parts.recording(Budget)(
+                model=network, args=args, data_collator=seen[name], train_dataset=data
+            )
+            folder = str(Path(out) / "packed" / "checkpoint-5")
+            runs[name].train(resume_from_checkpoint=folder if again else None)
+    padded, packed = runs["padded"].steps(), runs["packed"].steps()
+    epoch = len(packed) // 2
+    result = {
+        "steps": len(packed),
+        "difference": parts.largest(padded, packed),
+        "resumed": parts.largest(packed[5:], runs["resumed"].steps()),
+        "weights": parts.distance(runs["packed"].model, runs["resumed"].model),
+    }
+    for at in (0, epoch):
+        examples = [str(f) for micro in seen["packed"].micro[at : at + epoch] for f in micro]
+        assert sorted(examples) == sorted(map(str, data)), f"epoch at {at}: not every example once"
+    assert seen["packed"].micro[:epoch] != seen["packed"].micro[epoch : 2 * epoch], result
+    assert epoch > 6 and result["difference"] < BAR, result
+    assert result["resumed"] < BAR and result["weights"] < BAR, result
     return result
 
 

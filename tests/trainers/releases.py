@@ -30,7 +30,7 @@ class Setup:
     cases: tuple[str, ...]
 
 
-_TRAINER = ("curve", "evaluation", "resume", "per_example")
+_TRAINER = ("curve", "evaluation", "resume", "budget", "per_example")
 _OLD_DATA = (
     "datasets==3.6.0",
     "pyarrow==21.0.0",  # the newest that takes numpy below 2, as old releases need
