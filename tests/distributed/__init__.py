@@ -1,0 +1,1 @@
+"""Several processes on one machine, on the CPU through gloo: what they give is what one gives."""

@@ -1,0 +1,212 @@
+"""What a process does; each function is run on every rank, and returns what this rank saw."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import fa2_pack_patch
+from fa2_pack_patch.data import (
+    DataCollatorWithFlattening,
+    DistributedPackedBatchSampler,
+    PackedBatchSampler,
+)
+from tests.trainers import parts as trainers
+
+from . import parts
+from .wrappers import WRAPPERS, Ddp, checkpoint, name_of
+
+
+@dataclass(frozen=True)
+class Case:
+    """One short training run.
+
+    Attributes:
+        wrapper: a key of :data:`tests.distributed.wrappers.WRAPPERS`.
+        family: a key of :data:`tests.matrix.models.FAMILIES`.
+        checkpoint: "none", or how activations are checkpointed.
+        apply: "before" or "after" wrapping, or "never", which also leaves positions out.
+        backward: "each" micro-batch, "late" (gradients are exchanged with the last one only) or
+            "once" (all forwards of a step come before the backward).
+    """
+
+    wrapper: str
+    family: str = "llama"
+    checkpoint: str = "none"
+    apply: str = "before"
+    backward: str = "each"
+
+    def __str__(self) -> str:
+        rest = [self.checkpoint, f"apply {self.apply}", f"backward {self.backward}"]
+        usual = ["none", "apply before", "backward each"]
+        return "-".join([self.wrapper, self.family, *(r for r in rest if r not in usual)])
+
+    def job(self) -> tuple[str, dict[str, Any]]:
+        """For :func:`tests.distributed.launch.launch`."""
+        return "train", asdict(self)
+
+
+def train(**given: Any) -> dict[str, Any]:
+    """The run of a :class:`Case`; whole gradients and weights come from rank 0 alone."""
+    case = Case(**given)
+    wrapped = _wrapped(case)
+    micro_batches = [step[dist.get_rank()] for step in parts.STEPS]
+    losses: list[float] = []
+    gradients: dict[str, torch.Tensor] = {}
+    for step in micro_batches:
+        loss, found = _step(wrapped, step, case)
+        losses.append(loss)
+        gradients = gradients or found
+        wrapped.step()
+    weights = wrapped.weights()
+    kept = dist.get_rank() == 0
+    return {
+        "losses": losses,
+        "gradients": gradients if kept else None,
+        "weights": weights if kept else None,
+        "applied": fa2_pack_patch.is_applied(wrapped.model),
+    }
+
+
+def _wrapped(case: Case) -> Ddp:
+    model = parts.build(case.family)
+    if case.apply == "before":
+        fa2_pack_patch.apply(model, kernel="sdpa")
+    checkpoint(model, case.checkpoint)
+    wrapped = WRAPPERS[case.wrapper](model, len(parts.STEPS[0][0]))
+    if case.apply == "after":
+        fa2_pack_patch.apply(wrapped.model, kernel="sdpa")
+    return wrapped
+
+
+def _step(
+    wrapped: Ddp, step: Sequence[Sequence[int]], case: Case
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """Forward and backward of a step's micro-batches; loss and gradients over all ranks."""
+    batches = [_batch(numbers, positions=case.apply != "never") for numbers in step]
+    total = torch.tensor(float(sum(map(parts.targets, step))))
+    dist.all_reduce(total)
+    kept, gradients = torch.zeros(()), {}
+    pending: list[torch.Tensor] = []
+    for at, batch in enumerate(batches):
+        last = at == len(batches) - 1
+        with wrapped.unsynchronized() if case.backward == "late" and not last else nullcontext():
+            labels = batch.pop("labels")
+            loss = parts.loss_sum(wrapped.model(**batch).logits, labels)
+            kept += loss.detach()
+            # Every wrapper takes the mean of the ranks' gradients.
+            pending.append(loss * dist.get_world_size() / total)
+            if case.backward != "once" or last:
+                wrapped.backward(torch.stack(pending).sum())
+                pending = []
+            if last:
+                gradients = wrapped.gradients()
+            wrapped.end_micro_batch()
+    dist.all_reduce(kept)
+    return float(kept / total), gradients
+
+
+def _batch(numbers: Sequence[int], *, positions: bool = True) -> dict[str, Any]:
+    batch = DataCollatorWithFlattening()([parts.EXAMPLES[n] for n in numbers])
+    if not positions:
+        del batch["position_ids"]
+    return batch
+
+
+def epochs(wrapper: str, capacity: int) -> list[dict[str, Any]]:
+    """Two epochs of batches that fill ``capacity`` tokens, at a learning rate of 0."""
+    wrapped = _wrapped(Case(wrapper))
+    loader = _loader(DistributedPackedBatchSampler(_lengths(), capacity))
+    return [_epoch(wrapped, loader) for _ in range(2)]
+
+
+def stalled(wrapper: str, capacity: int) -> None:
+    """What uneven ranks do: one is through with its epoch while the other still waits for it."""
+    wrapped = _wrapped(Case(wrapper))
+    sampler = DistributedPackedBatchSampler(_lengths(), capacity)
+    if dist.get_rank() == 0:
+        _epoch(wrapped, _loader(list(sampler)[:-1]))
+        time.sleep(600)
+    _epoch(wrapped, _loader(sampler))
+
+
+def _lengths() -> list[int]:
+    return [len(example["input_ids"]) for example in parts.EXAMPLES]
+
+
+def _loader(batches: Any) -> Any:
+    numbered = [{**example, "number": n} for n, example in enumerate(parts.EXAMPLES)]
+    return torch.utils.data.DataLoader(
+        numbered,  # type: ignore[arg-type]
+        batch_sampler=batches,
+        collate_fn=DataCollatorWithFlattening(),
+    )
+
+
+def _epoch(wrapped: Ddp, loader: Any) -> dict[str, Any]:
+    """Forward and backward of each batch; which examples it held, and the sum of all losses."""
+    held, total = [], 0.0
+    for batch in loader:
+        held.append(batch.pop("number").tolist())
+        labels = batch.pop("labels")
+        loss = parts.loss_sum(wrapped.model(**batch).logits, labels)
+        wrapped.backward(loss)
+        wrapped.optimizer.zero_grad()
+        total += float(loss.detach())
+    return {"held": held, "loss": total}
+
+
+def trainer(**arguments: Any) -> dict[str, Any]:
+    """Transformers' ``Trainer``, examples in order: its log, each step's loss, the last weights."""
+    from transformers import Trainer
+
+    from fa2_pack_patch.callback import Fa2PackPatchCallback
+
+    class InOrder(trainers.recording(Trainer)):  # type: ignore[misc]
+        def _get_train_sampler(self, dataset: Any = None) -> Any:
+            return torch.utils.data.SequentialSampler(self.train_dataset)
+
+    with tempfile.TemporaryDirectory() as out:
+        made = InOrder(
+            model=parts.build("llama"),
+            args=trainers.arguments(Path(out), optim="sgd", learning_rate=0.1, **arguments),
+            data_collator=DataCollatorWithFlattening(),
+            train_dataset=trainers.examples(64),
+            callbacks=[Fa2PackPatchCallback(kernel="sdpa")],
+        )
+        made.train()
+    return {
+        "processes": made.args.world_size,
+        "losses": made.steps(),
+        "logged": [line for line in made.state.log_history if "loss" in line],
+        "weights": {n: p.detach().clone() for n, p in made.model.named_parameters()},
+        "start": {n: p.detach().clone() for n, p in parts.build("llama").named_parameters()},
+    }
+
+
+def accelerated(capacity: int) -> dict[str, Any]:
+    """A loop with ``Accelerator``, which shares out the batches itself; one epoch."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    model = parts.build("llama")
+    fa2_pack_patch.apply(model, kernel="sdpa")
+    sampler = PackedBatchSampler(_lengths(), capacity, multiple_of=accelerator.num_processes)
+    model, loader = accelerator.prepare(model, _loader(sampler))
+    held, total = [], 0.0
+    for batch in loader:
+        held.append(batch.pop("number").tolist())
+        labels = batch.pop("labels")
+        loss = parts.loss_sum(model(**batch).logits, labels)
+        accelerator.backward(loss)
+        total += float(loss.detach())
+    gradients = {name_of(n): p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return {"held": held, "loss": total, "gradients": gradients}

@@ -1,0 +1,168 @@
+"""Two processes give what one gives: DDP, FSDP1, FSDP2, ZeRO, accelerate and ``Trainer``.
+
+One process means the stock model and each example in a call of its own.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from fa2_pack_patch.data import PackedBatchSampler
+from tests.distributed import launch, parts, tasks
+from tests.distributed.tasks import Case
+
+LIMIT = 1e-5
+#: So many tokens a batch make 11 batches of the examples, which two processes cannot share evenly.
+CAPACITY = 40
+WRAPPERS = ["ddp", "fsdp1", "fsdp2"]
+if importlib.util.find_spec("deepspeed"):  # python -m tests.distributed.run
+    WRAPPERS += ["zero2", "zero3"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Any:
+    """As the processes have: their sums are then made in the same order."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def _cases(wrapper: str) -> list[Case]:
+    found = [
+        Case(wrapper),
+        Case(wrapper, "gemma"),
+        Case(wrapper, "mixtral"),
+        Case(wrapper, checkpoint="model"),
+        Case(wrapper, "mixtral", checkpoint="reentrant"),
+        Case(wrapper, "gemma", checkpoint="wrapper"),
+        Case(wrapper, apply="after"),
+    ]
+    if not wrapper.startswith("zero"):  # DeepSpeed exchanges gradients in its own way
+        found += [
+            Case(wrapper, "mixtral", backward="late"),
+            Case(wrapper, backward="once"),
+            Case(wrapper, backward="once", checkpoint="wrapper"),
+        ]
+    return found
+
+
+CASES = [case for wrapper in WRAPPERS for case in _cases(wrapper)]
+
+
+@cache
+def _runs(wrapper: str) -> dict[str, list[Any]]:
+    """All that is run under one wrapper, in one pair of processes: starting them takes longest."""
+    cases = [*_cases(wrapper), Case(wrapper, apply="never")]
+    jobs = [case.job() for case in cases]
+    jobs.append(("epochs", {"wrapper": wrapper, "capacity": CAPACITY}))
+    return dict(zip([*map(str, cases), "epochs"], launch.launch(jobs)))
+
+
+@cache
+def _alone() -> float:
+    """The loss summed over the targets of all examples."""
+    numbers = range(len(parts.EXAMPLES))
+    return parts.alone(parts.build("llama"), numbers) * parts.targets(numbers)
+
+
+def _difference(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
+    assert got.keys() == wanted.keys()
+    return max(float((got[name] - wanted[name]).abs().max()) for name in wanted)
+
+
+def _apart(losses: list[float], wanted: list[float]) -> float:
+    assert len(losses) == len(wanted) > 0
+    return max(abs(a - b) for a, b in zip(losses, wanted))
+
+
+def test_ranks_hold_different_numbers_of_examples_and_tokens() -> None:
+    """Else a mean of means, or a batch of the other rank, could pass below."""
+    for first, second in parts.STEPS:
+        for count in (len, parts.tokens, parts.targets):
+            assert sum(map(count, first)) != sum(map(count, second))
+            for one, other in zip(first, second):
+                assert count(one) != count(other)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_losses_gradients_and_weights(case: Case) -> None:
+    one, (first, second) = parts.one_process(case.family), _runs(case.wrapper)[str(case)]
+    assert first["applied"] and second["applied"]
+    assert first["losses"] == second["losses"]
+    assert _apart(first["losses"], one["losses"]) < LIMIT
+    assert _difference(first["gradients"], one["gradients"]) < LIMIT
+    assert _difference(first["weights"], one["weights"]) < LIMIT
+    assert max(float(g.abs().max()) for g in one["gradients"].values()) > 1000 * LIMIT
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_without_apply_losses_and_gradients_differ(wrapper: str) -> None:
+    one, (first, _) = parts.one_process("llama"), _runs(wrapper)[str(Case(wrapper, apply="never"))]
+    assert not first["applied"]
+    assert min(abs(a - b) for a, b in zip(first["losses"], one["losses"])) > 100 * LIMIT
+    assert _difference(first["gradients"], one["gradients"]) > 100 * LIMIT
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_an_epoch_ends_on_all_ranks_at_once(wrapper: str) -> None:
+    """An odd number of batches; after the last one nobody waits, and every example was seen."""
+    lengths = [len(example["input_ids"]) for example in parts.EXAMPLES]
+    assert len(PackedBatchSampler(lengths, CAPACITY)) % launch.PROCESSES
+    first, second = _runs(wrapper)["epochs"]
+    for one, other in zip(first, second):
+        assert len(one["held"]) == len(other["held"])
+        seen = [n for batch in [*one["held"], *other["held"]] for n in batch]
+        assert sorted(seen) == list(range(len(lengths)))
+        assert abs(one["loss"] + other["loss"] - _alone()) < LIMIT * parts.targets(seen)
+    assert first[0]["held"] != first[1]["held"]
+
+
+def test_uneven_ranks_are_found_hanging() -> None:
+    """The run above would not pass: what hangs is ended, and says where it stood."""
+    job = ("stalled", {"wrapper": "ddp", "capacity": CAPACITY})
+    with pytest.raises(launch.RunFailed, match=r"(?s)hung: 2 of 2 processes.*in stalled"):
+        launch.launch([job], timeout=15)
+
+
+def test_a_failing_rank_fails_the_run() -> None:
+    with pytest.raises(launch.RunFailed, match=r"(?s)rank 0 ended with 1.*no_such_task"):
+        launch.launch([("no_such_task", {})])
+
+
+@cache
+def _hugging_face() -> list[list[Any]]:
+    return launch.launch(
+        [("trainer", {"gradient_accumulation_steps": 1}), ("accelerated", {"capacity": CAPACITY})]
+    )
+
+
+def test_trainer_is_one_process_with_accumulation() -> None:
+    first, second = _hugging_face()[0]
+    one = tasks.trainer(gradient_accumulation_steps=2)
+    assert (first["processes"], one["processes"]) == (2, 1)
+    both = [(a + b) / 2 for a, b in zip(first["losses"], second["losses"])]
+    assert _apart(both, one["losses"]) < LIMIT
+    assert _difference(first["weights"], one["weights"]) < LIMIT
+    assert _difference(first["weights"], second["weights"]) == 0
+    assert _difference(one["weights"], one["start"]) > 100 * LIMIT
+    for rank in (first, second):
+        assert [line["packed_share"] for line in rank["logged"]] == [1.0] * len(both)
+
+
+def test_accelerate_shares_out_the_batches() -> None:
+    first, second = _hugging_face()[1]
+    assert len(first["held"]) == len(second["held"])
+    seen = [n for batch in [*first["held"], *second["held"]] for n in batch]
+    assert sorted(seen) == list(range(len(parts.EXAMPLES)))
+    assert abs(first["loss"] + second["loss"] - _alone()) < LIMIT * parts.targets(seen)
+    model = parts.build("llama")
+    parts.alone(model, seen, backward=True)
+    wanted = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    scale = launch.PROCESSES / parts.targets(seen)  # DDP's mean of the sums, to a mean over targets
+    assert _difference({n: g * scale for n, g in first["gradients"].items()}, wanted) < LIMIT
