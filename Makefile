@@ -7,15 +7,16 @@ OLD ?= 4.43.4
 NEW ?= 5.24.0
 FOLDERS := $(if $(FA2_PACK_PATCH_RELEASES),$(FA2_PACK_PATCH_RELEASES),.cache/releases)
 
-.PHONY: demo test matrix lint clean
+.PHONY: demo test trainers matrix lint clean
 
-$(BIN)/ready: tests/matrix/releases.py
+$(BIN)/ready: tests/matrix/releases.py tests/trainers/releases.py
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "make needs Python 3.10 to 3.13 as PYTHON (the package itself: 3.9)")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade uv
 	$(BIN)/python -m pip install --quiet '$(TORCH)' 'numpy<2'
 	$(BIN)/uv pip install --quiet --python $(BIN)/python $$($(BIN)/python -c 'from tests.matrix.releases import SHARED; print(" ".join(SHARED))') 'pytest>=7.4' hypothesis ruff mypy build
-	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps peft==0.19.1 accelerate==1.15.0
+	$(BIN)/uv pip install --quiet --python $(BIN)/python $$($(BIN)/python -c 'from tests.trainers.releases import SHARED; print(" ".join(SHARED))') 'numpy<2'
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps peft==0.19.1 accelerate==1.15.0 torchdata==0.11.0 datasets==4.7.0 pyarrow==21.0.0
 	$(BIN)/python -m tests.matrix.releases $(NEW)
 	touch $@
 
@@ -24,6 +25,9 @@ test: $(BIN)/ready
 
 lint: $(BIN)/ready
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && PYTHONPATH=$(FOLDERS)/$(NEW) $(BIN)/mypy
+
+trainers: $(BIN)/ready
+	$(BIN)/python -m tests.trainers.run --all --check
 
 matrix: $(BIN)/ready
 	$(BIN)/python -m tests.matrix.run --releases all && $(BIN)/python -m tests.matrix.render
