@@ -75,14 +75,19 @@ def _bars(
     cells = _groups(results)
     if not cells:
         return None
-    figure, axes = _figure(max(5.0, 1.0 + 0.75 * len(cells)), 3.6)
+    figure, axes = _figure(max(5.0, 1.0 + 0.9 * len(cells)), 3.6)
     axis, width = axes[0][0], 0.8 / len(_STEPS)
     for n, name in enumerate(_STEPS):
         points = [(i, value(s.of(c), name)) for i, (c, s) in enumerate(cells)]
         kept = [(i + (n - 2) * width, v) for i, v in points if v is not None]
         if kept:
             axis.bar(*zip(*kept), width=width, color=COLOURS[name], label=LABELS[name])
-    axis.set_xticks(range(len(cells)), [c.replace("/", "\n") for c, _ in cells], fontsize=7)
+    axis.set_xticks(
+        range(len(cells)),
+        [c.replace("/", "\n").replace("-code", "\n-code") for c, _ in cells],
+        fontsize=7,
+    )
+    axis.set_xlim(-0.6, len(cells) - 0.4)
     axis.set_ylabel(label)
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False, ncols=5, fontsize=8, loc="lower left", bbox_to_anchor=(0, 1))
