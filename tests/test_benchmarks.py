@@ -15,7 +15,7 @@ import pytest
 from benchmarks.speed import bars, measure, plots, render, results, tables
 from benchmarks.speed.attention import Shape, row
 from benchmarks.speed.old import ratio_row
-from benchmarks.speed.profile import added, covered, kind_of, shares
+from benchmarks.speed.profile import added, counted, covered, kind_of, shares
 
 ROOT = Path(__file__).resolve().parents[1]
 CELL = "llama-2-7b/t0/b4"
@@ -209,6 +209,12 @@ def test_kernels_are_told_apart_by_name() -> None:
 
 def test_covered_time_counts_overlaps_once() -> None:
     assert covered([(0, 2), (1, 3), (1, 2), (5, 6)]) == 4
+
+
+def test_the_notice_of_the_debug_mode_is_no_synchronisation() -> None:
+    call = "called a synchronizing CUDA operation (Triggered internally at CUDAFunctions.cpp:148.)"
+    notice = "Synchronization debug mode is a prototype feature and does not yet detect all synchronizing operations"
+    assert counted([notice, call, "another warning", call]) == 2
 
 
 def test_what_is_added_is_the_dearest_over_the_cheapest() -> None:

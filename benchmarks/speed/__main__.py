@@ -22,7 +22,7 @@ SECTIONS = {
     "profile": "profile",
     "worker": "old",  # the child of "old", one for each Transformers
 }
-#: Sections in which padded batches of many widths follow each other: no fragments in their peaks.
+#: Sections in which batches of many widths follow each other: no fragments in their peaks.
 _EXPANDABLE = ("table", "large", "old", "worker", "torch_flash")
 
 

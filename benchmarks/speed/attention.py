@@ -233,11 +233,12 @@ class Flex:
         return forward, kernels.backward_of(forward(), *inputs)
 
     def _compiled(self) -> Callable[..., Any]:
+        import torch._functorch.config as functorch
         from torch.nn.attention.flex_attention import flex_attention
 
         if self._call is None:
             # The backward is called again and again: its buffers must outlive a call.
-            torch._functorch.config.donated_buffer = False
+            functorch.donated_buffer = False
             self._call = (
                 flex_attention if self._smoke else torch.compile(flex_attention, dynamic=False)
             )

@@ -77,10 +77,12 @@ def _bars(
         return None
     figure, axes = _figure(max(5.0, 1.0 + 0.9 * len(cells)), 3.6)
     axis, width = axes[0][0], 0.8 / len(_STEPS)
+    seen: set[int] = set()
     for n, name in enumerate(_STEPS):
         points = [(i, value(s.of(c), name)) for i, (c, s) in enumerate(cells)]
         kept = [(i + (n - 2) * width, v) for i, v in points if v is not None]
         if kept:
+            seen.update(round(at) for at, _ in kept)
             axis.bar(*zip(*kept), width=width, color=COLOURS[name], label=LABELS[name])
     axis.set_xticks(
         range(len(cells)),
