@@ -6,12 +6,14 @@ One process means the stock model and each example in a call of its own.
 from __future__ import annotations
 
 import importlib.util
+from collections import OrderedDict
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
 
+import fa2_pack_patch
 from fa2_pack_patch.data import PackedBatchSampler
 from tests.distributed import launch, parts, tasks
 from tests.distributed.tasks import Case
@@ -56,12 +58,22 @@ CASES = [case for wrapper in WRAPPERS for case in _cases(wrapper)]
 
 
 @cache
-def _runs(wrapper: str) -> dict[str, list[Any]]:
+def _try(wrapper: str) -> dict[str, list[Any]] | launch.RunFailed:
     """All that is run under one wrapper, in one pair of processes: starting them takes longest."""
     cases = [*_cases(wrapper), Case(wrapper, apply="never")]
     jobs = [case.job() for case in cases]
     jobs.append(("epochs", {"wrapper": wrapper, "capacity": CAPACITY}))
-    return dict(zip([*map(str, cases), "epochs"], launch.launch(jobs)))
+    try:
+        return dict(zip([*map(str, cases), "epochs"], launch.launch(jobs)))
+    except launch.RunFailed as fault:  # kept too: a hang takes its time once
+        return fault
+
+
+def _runs(wrapper: str) -> dict[str, list[Any]]:
+    found = _try(wrapper)
+    if isinstance(found, launch.RunFailed):
+        raise launch.RunFailed(str(found))
+    return found
 
 
 @cache
@@ -123,11 +135,38 @@ def test_an_epoch_ends_on_all_ranks_at_once(wrapper: str) -> None:
     assert first[0]["held"] != first[1]["held"]
 
 
+class _Watched(OrderedDict[str, Any]):
+    """Parameters that note when they are asked for, which is when ZeRO-3 gathers them."""
+
+    def __init__(self, name: str, given: dict[str, Any], asked: list[str]) -> None:
+        super().__init__(given)
+        self.name, self.asked = name, asked
+
+    def __getitem__(self, key: str) -> Any:
+        self.asked.append(f"{self.name}.{key}")
+        return super().__getitem__(key)
+
+
+@pytest.mark.xfail(reason="interceptors/base.py asks for Linear.weight in float32 packed calls")
+@pytest.mark.parametrize("family", ["llama", "gemma", "mixtral"])
+def test_packed_calls_ask_for_the_weights_that_other_calls_ask_for(family: str) -> None:
+    """A rank whose batch is one example would else wait for another parameter than the others."""
+    asked: dict[bool, list[str]] = {}
+    for packed in (True, False):
+        model = parts.build(family)
+        fa2_pack_patch.apply(model, kernel="sdpa")
+        asked[packed] = []
+        for name, module in model.named_modules():
+            module._parameters = _Watched(name, module._parameters, asked[packed])
+        model(**tasks.packed([0, 1] if packed else [2]))
+    assert asked[True] == asked[False] != []
+
+
 def test_uneven_ranks_are_found_hanging() -> None:
     """The run above would not pass: what hangs is ended, and says where it stood."""
     job = ("stalled", {"wrapper": "ddp", "capacity": CAPACITY})
     with pytest.raises(launch.RunFailed, match=r"(?s)hung: 2 of 2 processes.*in stalled"):
-        launch.launch([job], timeout=15)
+        launch.launch([job], timeout=20)
 
 
 def test_a_failing_rank_fails_the_run() -> None:

@@ -91,7 +91,7 @@ def _step(
     wrapped: Ddp, step: Sequence[Sequence[int]], case: Case
 ) -> tuple[float, dict[str, torch.Tensor]]:
     """Forward and backward of a step's micro-batches; loss and gradients over all ranks."""
-    batches = [_batch(numbers, positions=case.apply != "never") for numbers in step]
+    batches = [packed(numbers, positions=case.apply != "never") for numbers in step]
     total = torch.tensor(float(sum(map(parts.targets, step))))
     dist.all_reduce(total)
     kept, gradients = torch.zeros(()), {}
@@ -114,15 +114,16 @@ def _step(
     return float(kept / total), gradients
 
 
-def _batch(numbers: Sequence[int], *, positions: bool = True) -> dict[str, Any]:
-    batch = DataCollatorWithFlattening()([parts.EXAMPLES[n] for n in numbers])
+def packed(numbers: Sequence[int], *, positions: bool = True) -> dict[str, Any]:
+    """One packed row of these examples."""
+    found = DataCollatorWithFlattening()([parts.EXAMPLES[n] for n in numbers])
     if not positions:
-        del batch["position_ids"]
-    return batch
+        del found["position_ids"]
+    return found
 
 
 def epochs(wrapper: str, capacity: int) -> list[dict[str, Any]]:
-    """Two epochs of batches that fill ``capacity`` tokens, at a learning rate of 0."""
+    """Two epochs of batches that fill ``capacity`` tokens; the weights stay."""
     wrapped = _wrapped(Case(wrapper))
     loader = _loader(DistributedPackedBatchSampler(_lengths(), capacity))
     return [_epoch(wrapped, loader) for _ in range(2)]

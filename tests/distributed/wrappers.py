@@ -160,6 +160,7 @@ class Zero(Ddp):
                 "train_micro_batch_size_per_gpu": 1,
                 "gradient_accumulation_steps": self.micro_batches,
                 "zero_optimization": {"stage": self.stage},
+                "gradient_clipping": 0.0,
                 "zero_allow_untested_optimizer": True,
                 "zero_force_ds_cpu_optimizer": False,
             },
