@@ -376,6 +376,15 @@ def gpu_kernel(name: str, call: AttentionCall) -> kernels.Kernel:
     reasons = kernel.unavailable() or "; ".join(kernel.refuses(call))
     if reasons:
         pytest.skip(reasons)
+    if call.dtype == torch.float16 and name == "flash_attn":
+        one = [torch.zeros(8, 1, 64, dtype=call.dtype, device="cuda") for _ in range(3)]
+        layout = PackedLayout.from_lengths([8], device="cuda")
+        try:
+            kernel(*one, layout, scale=None, window=None, softcap=None, dropout=0.0)
+        except RuntimeError as error:
+            if "bf16" not in str(error) and "bfloat16" not in str(error):
+                raise
+            pytest.skip(f"this flash-attn was built without float16: {str(error)[:80]}")
     return kernel
 
 
@@ -399,9 +408,11 @@ def assert_within_twice_the_error(
         assert out.dtype == given[0].dtype
         grads = torch.autograd.grad((out * weights).sum(), half)
         pairs = [(out, want), *zip(grads, want_grads)]
-        errors[one.name] = [(a.float() - b).abs().max().item() for a, b in pairs]
-    for mine, theirs in zip(errors[kernel.name], errors["sdpa"]):
-        assert mine <= 2 * theirs + 1e-3
+        errors[one.name] = [((a.float() - b).abs().max(), (a.float() - b).norm()) for a, b in pairs]
+    unit = torch.finfo(given[0].dtype).eps / 2  # what rounding the exact result would add
+    for mine, theirs, exactly in zip(errors[kernel.name], errors["sdpa"], (want, *want_grads)):
+        assert mine[0] <= 2 * theirs[0] + unit * exactly.abs().max()
+        assert mine[1] <= 2 * theirs[1]
 
 
 GPU_CALL = replace(
