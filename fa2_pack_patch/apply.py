@@ -9,7 +9,7 @@ from typing import Any, Optional
 import torch
 
 from . import compat, kernels
-from .detect import Detection, Verdict, detect, find_base, judge_config
+from .detect import Detection, Verdict, detect, find_base, is_pretrained, judge_config
 from .errors import UnsupportedModelError
 from .hooks import CountHook, ModelHook, PackedForward
 from .interceptors.method import PackedMethod
@@ -75,7 +75,8 @@ def _plan(found: Detection, kernel: str, note: Optional[str]) -> PatchReport:
     edits.append(Edit(found.base, "post", CountHook(patch), hook="post"))
     for holder in found.holders:
         pooled = found.pooled.get(id(holder))
-        edits.append(Edit(holder, "pre", ModelHook(patch, base=False, pooled=pooled), hook="pre"))
+        hook = ModelHook(patch, base=False, pooled=pooled, outer=not is_pretrained(holder))
+        edits.append(Edit(holder, "pre", hook, hook="pre"))
     edits.append(Edit(found.base, ATTRIBUTE, patch))
     chosen = _kernel_now(patch)
     notes = [note] if note else []

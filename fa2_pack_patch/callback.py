@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Optional
 import torch
 
 from .apply import apply, is_applied, revert
+from .compat import is_compiling
 from .detect import find_base
 from .errors import PackingError
-from .hooks import is_compiling
 from .layout import PackedLayout
 from .patch import ATTRIBUTE, PatchReport
 

@@ -64,6 +64,11 @@ def rotary_without_positions(version: Version, family: str) -> bool:
     return family == "phi3" and version == Version("4.44.0")
 
 
+def rotary_length_adds_one(version: Version) -> bool:
+    """Whether flash classes write ``max(tokens, last position) + 1``, and not the one inside."""
+    return version < Version("4.44")
+
+
 def generate_hands_over_varlen(version: Version) -> bool:
     """Whether ``generate(use_cache=False)`` passes query and key lengths that differ."""
     return Version("4.54.0") <= version < Version("4.55.1")
@@ -110,6 +115,15 @@ def autocast_dtype(device_type: str) -> Optional[torch.dtype]:
     if device_type == "cpu" and torch.is_autocast_cpu_enabled():
         return torch.get_autocast_cpu_dtype()
     return None
+
+
+def is_compiling() -> bool:
+    """Whether Dynamo is tracing this very call."""
+    return (
+        torch.compiler.is_dynamo_compiling()
+        if hasattr(torch.compiler, "is_dynamo_compiling")
+        else False
+    )
 
 
 @lru_cache(maxsize=1)

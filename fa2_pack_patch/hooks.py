@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Optional
 
 import torch
 
+from .compat import is_compiling
 from .errors import PackingError
 from .interceptors import INTERCEPTORS
-from .interceptors.interface import traceable
 from .layout import (
     Boundaries,
     PackedLayout,
@@ -38,7 +38,7 @@ from .reading import (
 )
 from .rope import check_lengths
 from .runs import CURRENT, Run
-from .varlen import labels_without_first
+from .varlen import VarlenLayout, labels_without_first
 
 if TYPE_CHECKING:
     from .patch import Patch, Site
@@ -53,18 +53,25 @@ class ModelHook:
     it also sees labels, and varlen arguments that an old release's forward would not accept.
     """
 
-    def __init__(self, patch: Patch, *, base: bool, pooled: Optional[str] = None) -> None:
+    def __init__(
+        self, patch: Patch, *, base: bool, pooled: Optional[str] = None, outer: bool = False
+    ) -> None:
         self.patch = patch
         self.base = base
         self.pooled = pooled
+        #: a wrapper (PEFT) around the model with the head, which wants varlen arguments too
+        self.outer = outer
 
     def __call__(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Optional[tuple[tuple[Any, ...], dict[str, Any]]]:
         if is_compiling():
             call = by_name(module, args, kwargs)
-            if self.patch.span.via == "interface" and self.pooled is None and handed_over(call):
+            if self.pooled is None and handed_over(call):
                 return self._trace(call)
+            run = self.patch.traced
+            if self.base and run is not None and run.positions is call.get("position_ids"):
+                return self._enter(call)
             return eagerly(self._decide, module, args, kwargs)  # type: ignore[no-any-return]
         return self._decide(module, args, kwargs)
 
@@ -81,19 +88,24 @@ class ModelHook:
                 f"a {self.patch.rope.kind} rope depends on the lengths of the examples, which a "
                 "compiled graph does not know: run this model without torch.compile."
             )
-        if call.get("position_ids") is None:
-            starts = layout.cu_seqlens.to(torch.int64)[layout.owners()]
-            index = torch.arange(rows * tokens, device=inputs.device)
-            call["position_ids"] = (index - starts).view(rows, tokens)
+        check_mask(call.get("attention_mask"), rows, tokens)
+        call["position_ids"] = self._carried(call.get("position_ids"), layout, rows, tokens)
         labels = call.get("labels")
         if not self.base and isinstance(labels, torch.Tensor):
             call["labels"] = labels_without_first(labels, layout.cu_seqlens)
         call["use_cache"] = False
-        if self.base:
-            self._drop_mask(call)
-            for name in VARLEN:
-                call.pop(name, None)
-            self.patch.traced = Run(layout, call["position_ids"], layout.max_seqlen, self.patch)
+        if self.outer:
+            return (), call
+        # Most heads of old releases would not hand varlen arguments on: the base model's hook knows
+        # this run by its positions.
+        for name in VARLEN:
+            call.pop(name, None)
+        self.patch.traced = Run(layout, call["position_ids"], layout.max_seqlen, self.patch)
+        return self._enter(call) if self.base else ((), call)
+
+    def _enter(self, call: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        call["use_cache"] = False
+        self._drop_mask(call)
         return (), call
 
     def _decide(
@@ -158,7 +170,7 @@ class ModelHook:
             odd = ids.shape[1] != tokens or ids.shape[0] not in (1, rows)
             if odd and not varlen and cache_of(call) is not None:
                 return None
-            ids = self._fitting(call, position_ids, rows, tokens)
+            ids = self._fitting(position_ids, rows, tokens)
         plain = mask if isinstance(mask, torch.Tensor) and mask.shape == (rows, tokens) else None
         host_ids, host_mask, host_cu = to_host(ids, plain, varlen)
         if varlen:
@@ -186,13 +198,7 @@ class ModelHook:
         layout = device_layout(call, rows * tokens)
         self._refuse(call, None)
         check_mask(mask, rows, tokens)
-        if position_ids is None:
-            starts = layout.cu_seqlens.to(torch.int64)[layout.owners()]
-            index = torch.arange(rows * tokens, device=layout.cu_seqlens.device)
-            carried = (index - starts).view(rows, tokens)
-        else:
-            ids = self._fitting(call, position_ids, rows, tokens)
-            carried = ids.to(dtype=torch.int64, copy=True).contiguous()
+        carried = self._carried(position_ids, layout, rows, tokens)
         self.patch.doubts.add(
             layout.cu_seqlens,
             call[VARLEN[1]],
@@ -206,9 +212,18 @@ class ModelHook:
         call["position_ids"] = carried
         return run
 
-    def _fitting(
-        self, call: Mapping[str, Any], position_ids: torch.Tensor, rows: int, tokens: int
+    def _carried(
+        self, position_ids: Any, layout: VarlenLayout, rows: int, tokens: int
     ) -> torch.Tensor:
+        """The model's own int64 ``(rows, tokens)`` copy of the positions, made from a layout."""
+        if position_ids is None:
+            starts = layout.cu_seqlens.to(torch.int64)[layout.owners()]
+            index = torch.arange(rows * tokens, device=layout.cu_seqlens.device)
+            return (index - starts).view(rows, tokens)
+        ids = self._fitting(position_ids, rows, tokens)
+        return ids.to(dtype=torch.int64, copy=True).contiguous()
+
+    def _fitting(self, position_ids: torch.Tensor, rows: int, tokens: int) -> torch.Tensor:
         ids = check_position_ids(position_ids)
         if ids.shape[1] != tokens or ids.shape[0] not in (1, rows):
             raise PackingError(
@@ -316,7 +331,8 @@ class CountHook:
         run = self.patch.traced
         if run is not None:
             self.patch.traced = None
-            self._count(run)
+            # Layers in a graph are not counted, so that it stays whole: they are ours or not.
+            self._count(run, [s for s in self.patch.sites if not in_place(s)])
         elif is_compiling():
             eagerly(self._check, kwargs)
         else:
@@ -328,12 +344,12 @@ class CountHook:
             return
         run = self.patch.runs.bound(position_ids, self.patch)
         if run is not None:
-            self._count(run)
+            self._count(run, self.patch.sites)
 
-    def _count(self, run: Run) -> None:
-        if len(run.done) == len(self.patch.sites):
+    def _count(self, run: Run, sites: Sequence[Site]) -> None:
+        missed = [s for s in sites if s.index not in run.done]
+        if not missed:
             return
-        missed = [s for s in self.patch.sites if s.index not in run.done]
         raise PackingError(
             f"{len(missed)} of {len(self.patch.sites)} attention layers did not run packed: "
             f"{', '.join(s.label for s in missed[:4])}. Their forward was replaced after apply "
@@ -348,28 +364,47 @@ class PackedForward:
     def __init__(self, site: Site, before: Any = None) -> None:
         self.site = site
         self.before = before
-        self.traceable = traceable(site)
+        #: era, class and name of which the function for Dynamo is made
+        self.recipe = (site.span.via, site.owner, site.span.name)
+        self.traceable = self._traceable()
+
+    def _traceable(self) -> Callable[..., Any]:
+        via, owner, name = self.recipe
+        return INTERCEPTORS[via].traceable(owner, name, self)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"site": self.site, "before": self.before, "traceable": None}
+        return {"site": self.site, "before": self.before, "recipe": self.recipe}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # Site and module may still be in the making: a copied model's own function must not ask.
+        self.__dict__.update(state)
+        self.traceable = self._traceable()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_compiling():
-            if self.site.patch.traced is not None and self.traceable is not None:
+            if self.site.patch.traced is not None:
                 if kwargs.get("attention_mask") is not None:
                     kwargs["attention_mask"] = None
                 return self.traceable(self.site.module, *args, **kwargs)
             return eagerly(self._forward, *args, **kwargs)
         return self._forward(*args, **kwargs)
 
+    def _run(self, position_ids: torch.Tensor) -> Optional[Run]:
+        patch, traced = self.site.patch, self.site.patch.traced
+        if traced is None:
+            return patch.runs.find(position_ids)
+        # A compiled forward is under way, and the model's own code broke its graph at this layer;
+        # or another forward, which is bound already, is recomputed after one that failed.
+        earlier = patch.runs.bound(position_ids, patch)
+        if earlier is not None and not shares_storage(position_ids, traced.positions):
+            return earlier
+        patch.runs.bind(position_ids, traced)
+        return traced
+
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         site = self.site
         position_ids = kwargs.get("position_ids")
-        run = site.patch.runs.find(position_ids) if position_ids is not None else None
-        if run is None and site.patch.traced is not None and position_ids is not None:
-            # The model's own code broke the graph: this layer runs eagerly.
-            run = site.patch.traced
-            site.patch.runs.bind(position_ids, run)
+        run = self._run(position_ids) if position_ids is not None else None
         if run is None:
             if self.before is not None:
                 return self.before(*args, **kwargs)
@@ -383,13 +418,15 @@ class PackedForward:
             CURRENT.reset(token)
 
 
-def is_compiling() -> bool:
-    """Whether Dynamo is tracing this very call."""
-    return (
-        torch.compiler.is_dynamo_compiling()
-        if hasattr(torch.compiler, "is_dynamo_compiling")
-        else False
-    )
+def shares_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+def in_place(site: Site) -> bool:
+    """Whether the attention module's forward is still the one that :func:`apply` put there."""
+    own = site.module.__dict__
+    slots = ("forward", "_old_forward")  # the second where accelerate's hooks are around it
+    return any(isinstance(own.get(slot), PackedForward) for slot in slots)
 
 
 def eagerly(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

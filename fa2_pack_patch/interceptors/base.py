@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import types
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, Callable, Optional
+from typing import TYPE_CHECKING, Any, Callable, Optional, Protocol
 
 import torch
 
@@ -15,6 +15,12 @@ from ..errors import PackingError
 if TYPE_CHECKING:
     from ..patch import Site
     from ..runs import Run
+
+
+class Sited(Protocol):
+    """What knows its site, by the time it runs."""
+
+    site: Site
 
 
 class _NeverEqual:
@@ -34,6 +40,24 @@ class TorchWithoutFloat32:
         return getattr(torch, name)
 
 
+class RotaryLength:
+    """``max`` as a flash class's forward sees it, whose only use is the length of a rotary table.
+
+    Those of 4.34 to 4.47 take the last positions from the device for it. A compiled forward does
+    not wait for them: the table reaches to every position that the model has.
+    """
+
+    def __init__(self, holder: Sited) -> None:
+        self.holder = holder
+
+    def __call__(self, tokens: int, last: Any) -> int:
+        patch = self.holder.site.patch
+        there = int(patch.config.max_position_embeddings)
+        if compat.rotary_length_adds_one(patch.release):
+            there -= 1
+        return tokens if tokens > there else there
+
+
 class Interceptor(ABC):
     """Runs one attention module's forward with our kernel in place of the release's."""
 
@@ -44,6 +68,13 @@ class Interceptor(ABC):
     @abstractmethod
     def run(self, site: Site, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The module's forward on a packed call."""
+
+    @abstractmethod
+    def traceable(self, owner: type, name: str, holder: Sited) -> Callable[..., Any]:
+        """``owner``'s forward for Dynamo to trace, packed by what ``holder.site.patch.traced`` is.
+
+        Made once for each module, when neither the site nor the module need be whole yet.
+        """
 
 
 def innermost(forward: Callable[..., Any]) -> types.FunctionType:
@@ -58,7 +89,8 @@ def rebound(forward: Any, names: dict[str, Any], *, nameless: bool = False) -> C
 
     The globals are copied at each call, so what others rebind in the module (a fused rotary
     function, say) is honoured. Decorators are kept: the cell that holds the wrapped function is
-    replaced.
+    replaced. ``nameless`` is for Dynamo, which looks a function's globals up in the module called
+    ``__name__``; without that name it takes the dictionary itself, and so sees what is rebound.
     """
     wrapped = getattr(forward, "__wrapped__", None)
     if wrapped is None:
@@ -87,6 +119,13 @@ def _copy(function: types.FunctionType, scope: dict[str, Any], closure: Any) -> 
 def uses_name(forward: Callable[..., Any], name: str) -> bool:
     """Whether the function's code refers to ``name``, as a global or an attribute."""
     return name in innermost(forward).__code__.co_names
+
+
+def traced(holder: Sited) -> Run:
+    """The run of the compiled forward in the making."""
+    run = holder.site.patch.traced
+    assert run is not None
+    return run
 
 
 def attend(
@@ -154,7 +193,8 @@ def attend(
     out = kernel(
         q, k, v, layout.to(q.device), scale=scale, window=window, softcap=softcap, dropout=dropout
     )
-    run.done.add(site.index)
+    if not compat.is_compiling():  # a side effect would break the graph of a checkpoint
+        run.done.add(site.index)
     return out.view(rows, tokens, q.shape[1], v.shape[2])
 
 

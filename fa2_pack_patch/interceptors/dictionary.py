@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Any, Callable, Optional
 
 import torch
 
-from .base import Interceptor, attend, rebound, uses_name
+from .base import Interceptor, attend, rebound, traced, uses_name
 from .interface import _Only
 
 if TYPE_CHECKING:
     from ..patch import Site
     from ..runs import Run
+    from .base import Sited
 
 
 class _Dictionary(Interceptor):
@@ -22,25 +23,36 @@ class _Dictionary(Interceptor):
 
     def run(self, site: Site, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         def attention(*given: Any, **named: Any) -> tuple[torch.Tensor, None]:
-            # Gemma 2 hands the module first, GPT-NeoX does not.
-            tensors = given if isinstance(given[0], torch.Tensor) else given[1:]
-            out = attend(
-                site,
-                run,
-                tensors[0],
-                tensors[1],
-                tensors[2],
-                heads_first=True,
-                scale=getattr(site.module, "scaling", None),
-                handed_window=getattr(site.module, "sliding_window", None),
-                softcap=getattr(site.config, "attn_logit_softcapping", None),
-                dropout=getattr(site.config, "attention_dropout", 0.0),
-            )
-            return out, None
+            return _attention(site, run, given)
 
         return rebound(site.forward, {site.span.name: _Only(attention)})(
             site.module, *args, **kwargs
         )
+
+    def traceable(self, owner: type, name: str, holder: Sited) -> Callable[..., Any]:
+        def attention(*given: Any, **named: Any) -> tuple[torch.Tensor, None]:
+            return _attention(holder.site, traced(holder), given)
+
+        names = {name: _Only(attention)}
+        return rebound(owner.forward, names, nameless=True)  # type: ignore[attr-defined]
+
+
+def _attention(site: Site, run: Run, given: tuple[Any, ...]) -> tuple[torch.Tensor, None]:
+    # Gemma 2 hands the module first, GPT-NeoX does not.
+    tensors = given if isinstance(given[0], torch.Tensor) else given[1:]
+    out = attend(
+        site,
+        run,
+        tensors[0],
+        tensors[1],
+        tensors[2],
+        heads_first=True,
+        scale=getattr(site.module, "scaling", None),
+        handed_window=getattr(site.module, "sliding_window", None),
+        softcap=getattr(site.config, "attn_logit_softcapping", None),
+        dropout=getattr(site.config, "attention_dropout", 0.0),
+    )
+    return out, None
 
 
 INTERCEPTOR = _Dictionary()

@@ -6,17 +6,19 @@ import inspect
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Callable, Optional
 
-from .base import Interceptor, TorchWithoutFloat32, attend, rebound, uses_name
+from .base import Interceptor, RotaryLength, TorchWithoutFloat32, attend, rebound, traced, uses_name
 
 if TYPE_CHECKING:
     import torch
 
     from ..patch import Site
     from ..runs import Run
+    from .base import Sited
 
 
 @lru_cache(maxsize=1)
 def _parameters() -> tuple[str, ...]:
+    """The release's own parameter order: 4.44 put position_ids before softmax_scale."""
     from transformers.modeling_flash_attention_utils import _flash_attention_forward
 
     return tuple(inspect.signature(_flash_attention_forward).parameters)
@@ -30,23 +32,35 @@ class _Function(Interceptor):
 
     def run(self, site: Site, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         def attention(*given: Any, **named: Any) -> torch.Tensor:
-            # The release's own parameter order: 4.44 put position_ids before softmax_scale.
-            values = {**dict(zip(_parameters(), given)), **named}
-            return attend(
-                site,
-                run,
-                values["query_states"],
-                values["key_states"],
-                values["value_states"],
-                heads_first=False,
-                scale=values.get("softmax_scale"),
-                handed_window=values.get("sliding_window"),
-                softcap=values.get("softcap"),
-                dropout=values.get("dropout", 0.0),
-            )
+            return _attention(site, run, {**dict(zip(_parameters(), given)), **named})
 
         names = {site.span.name: attention, "torch": TorchWithoutFloat32()}
         return rebound(site.forward, names)(site.module, *args, **kwargs)
+
+    def traceable(self, owner: type, name: str, holder: Sited) -> Callable[..., Any]:
+        parameters = _parameters()
+
+        def attention(*given: Any, **named: Any) -> torch.Tensor:
+            values = {**dict(zip(parameters, given)), **named}
+            return _attention(holder.site, traced(holder), values)
+
+        names = {name: attention, "torch": TorchWithoutFloat32(), "max": RotaryLength(holder)}
+        return rebound(owner.forward, names, nameless=True)  # type: ignore[attr-defined]
+
+
+def _attention(site: Site, run: Run, values: dict[str, Any]) -> torch.Tensor:
+    return attend(
+        site,
+        run,
+        values["query_states"],
+        values["key_states"],
+        values["value_states"],
+        heads_first=False,
+        scale=values.get("softmax_scale"),
+        handed_window=values.get("sliding_window"),
+        softcap=values.get("softcap"),
+        dropout=values.get("dropout", 0.0),
+    )
 
 
 INTERCEPTOR = _Function()

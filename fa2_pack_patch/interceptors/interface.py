@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any, Callable, Optional
 import torch
 
 from ..errors import PackingError
-from .base import Interceptor, attend, rebound, uses_name
+from .base import Interceptor, attend, rebound, traced, uses_name
 
 if TYPE_CHECKING:
     from ..patch import Site
     from ..runs import Run
+    from .base import Sited
 
 
 class _Only:
@@ -46,6 +47,13 @@ class _Interface(Interceptor):
         names = {site.span.name: _Only(attention), "eager_attention_forward": attention}
         return rebound(site.forward, names)(site.module, *args, **kwargs)
 
+    def traceable(self, owner: type, name: str, holder: Sited) -> Callable[..., Any]:
+        def attention(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return _attention(holder.site, traced(holder), *args, **kwargs)
+
+        names = {name: _Only(attention), "eager_attention_forward": attention}
+        return rebound(owner.forward, names, nameless=True)  # type: ignore[attr-defined]
+
 
 def _attention(
     site: Site,
@@ -77,24 +85,6 @@ def _attention(
         dropout=dropout,
     )
     return out, None
-
-
-def _traced_attention(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-    # Finds all by the module, so that a copied model needs no function of its own.
-    site = module.__dict__["forward"].site
-    return _attention(site, site.patch.traced, *args, **kwargs)
-
-
-def traceable(site: Site) -> Optional[Callable[..., Any]]:
-    """The module's forward, made once, for Dynamo to trace; None outside of this era.
-
-    Dynamo looks a function's globals up in the module called ``__name__``; without that name it
-    takes the dictionary itself, and so sees what is rebound.
-    """
-    if site.span.via != "interface":
-        return None
-    names = {site.span.name: _Only(_traced_attention), "eager_attention_forward": _traced_attention}
-    return rebound(site.forward, names, nameless=True)
 
 
 INTERCEPTOR = _Interface()

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Any, Callable, Optional
 
 import torch
 
+from ..compat import is_compiling
 from ..runs import CURRENT
-from .base import Interceptor, TorchWithoutFloat32, attend, rebound, uses_name
+from .base import Interceptor, RotaryLength, TorchWithoutFloat32, attend, rebound, uses_name
 
 if TYPE_CHECKING:
     from ..patch import Site
     from ..runs import Run
+    from .base import Sited
 
 
 class PackedMethod:
@@ -20,19 +22,21 @@ class PackedMethod:
 
     def __init__(self, site: Site) -> None:
         self.site = site
+        original = getattr(site.owner, site.span.name)
+        self.parameters = tuple(inspect.signature(original).parameters)[1:]
+        self.by_layer = "max_window_layers" in original.__code__.co_names
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        run, site = CURRENT.get(), self.site
+        site = self.site
+        run = site.patch.traced if is_compiling() else CURRENT.get()
         name = site.span.name
         if run is None:
             return getattr(type(site.module), name)(site.module, *args, **kwargs)
         if name == "_attn":
             return self._core(run, *args, **kwargs)
-        original = getattr(site.owner, name)
-        names = list(inspect.signature(original).parameters)[1:]
-        values = {**dict(zip(names, args)), **kwargs}
+        values = {**dict(zip(self.parameters, args)), **kwargs}
         sliding = values.get("use_sliding_windows", False)
-        if sliding and "max_window_layers" in original.__code__.co_names:
+        if sliding and self.by_layer:
             # Qwen2 and Qwen2-MoE choose the layers inside the method.
             sliding = site.module.layer_idx < site.config.max_window_layers
         return attend(
@@ -86,6 +90,24 @@ class _Method(Interceptor):
         # _flash_supports_window_size exists only where flash-attn was importable.
         names = {"torch": TorchWithoutFloat32(), "_flash_supports_window_size": windowed}
         return rebound(site.forward, names)(site.module, *args, **kwargs)
+
+    def traceable(self, owner: type, name: str, holder: Sited) -> Callable[..., Any]:
+        names = {
+            "torch": TorchWithoutFloat32(),
+            "_flash_supports_window_size": _Windowed(holder),
+            "max": RotaryLength(holder),
+        }
+        return rebound(owner.forward, names, nameless=True)  # type: ignore[attr-defined]
+
+
+class _Windowed:
+    """True for a model with a sliding window: asked when it runs."""
+
+    def __init__(self, holder: Sited) -> None:
+        self.holder = holder
+
+    def __bool__(self) -> bool:
+        return getattr(self.holder.site.config, "sliding_window", None) is not None
 
 
 INTERCEPTOR = _Method()
