@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers
+from packaging.version import Version
 
 from tests.matrix import models
 from tests.trainers import parts as trainers
@@ -23,9 +25,26 @@ STEPS: tuple[tuple[tuple[tuple[int, ...], ...], ...], ...] = (
 )
 
 
+def families() -> tuple[str, str, str]:
+    """Llama, one with tied embeddings, and one with experts or at least a window.
+
+    Before 5.0 each expert is a module of its own; DDP and FSDP2 want every rank to use them all.
+    """
+    release = transformers.__version__
+    tied = "gemma" if models.available(models.FAMILIES["gemma"], release) else "mistral"
+    return "llama", tied, "mixtral" if Version(release) >= Version("5.0") else "mistral"
+
+
 def build(family: str) -> torch.nn.Module:
-    """A tiny model in training mode, float32, the same weights in each process."""
-    return models.build(models.FAMILIES[family], "sdpa").train()
+    """A tiny model in training mode, float32, the same weights in each process.
+
+    It has positions for whole rows: old releases lengthen their rotary tables, which are buffers,
+    and DDP cannot bring ranks together whose buffers are of different lengths.
+    """
+    case = models.FAMILIES[family]
+    found = models.implementations(case, transformers.__version__)
+    how = "sdpa" if "sdpa" in found else "eager"
+    return models.build(case, how, max_position_embeddings=256).train()
 
 
 def loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

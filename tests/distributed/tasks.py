@@ -100,6 +100,8 @@ def _step(
         last = at == len(batches) - 1
         with wrapped.unsynchronized() if case.backward == "late" and not last else nullcontext():
             labels = batch.pop("labels")
+            if case.checkpoint == "wrapper":  # a cache would get the recomputed keys once more
+                batch["use_cache"] = False
             loss = parts.loss_sum(wrapped.model(**batch).logits, labels)
             kept += loss.detach()
             # Every wrapper takes the mean of the ranks' gradients.

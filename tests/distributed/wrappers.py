@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -33,7 +34,10 @@ def checkpoint(model: torch.nn.Module, how: str) -> None:
     """Activation checkpointing: Transformers' own ("model", "reentrant"), or torch's wrapper."""
     if how in ("model", "reentrant"):
         enable: Any = model.gradient_checkpointing_enable
-        enable(gradient_checkpointing_kwargs={"use_reentrant": how == "reentrant"})
+        if inspect.signature(enable).parameters:
+            enable(gradient_checkpointing_kwargs={"use_reentrant": how == "reentrant"})
+        else:  # 4.34 has the reentrant kind only
+            enable()
     elif how == "wrapper":
         from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
             apply_activation_checkpointing,
