@@ -6,8 +6,14 @@ One process means the stock model and each example in a call of its own.
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
 from collections import OrderedDict
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -206,3 +212,48 @@ def test_accelerate_shares_out_the_batches() -> None:
     wanted = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     scale = launch.PROCESSES / parts.targets(seen)  # DDP's mean of the sums, to a mean over targets
     assert _difference({n: g * scale for n, g in first["gradients"].items()}, wanted) < LIMIT
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_the_benchmark_s_variants_hold_the_same_examples(ranks: int) -> None:
+    from benchmarks import fsdp
+
+    lengths = [len(example["input_ids"]) for example in parts.EXAMPLES] * 5
+    costs = {}
+    for name in fsdp.VARIANTS:
+        found = fsdp.batches(name, lengths, CAPACITY, ranks)
+        assert len(found) % ranks == 0
+        assert sorted(n for batch in found for n in batch) == list(range(len(lengths)))
+        about = fsdp.describe(found, lengths, ranks, padded=name == "padded")
+        assert about["real_tokens"] == sum(about["real_tokens_per_rank"]) == sum(lengths)
+        for batch in found:
+            held = [lengths[n] for n in batch]
+            assert (len(held) * max(held) if name == "padded" else sum(held)) <= CAPACITY
+        costs[name] = about["attention_cost_imbalance"]
+    assert 1 <= costs["packed_balanced"] <= costs["packed_unbalanced"]
+
+
+def test_the_benchmark_runs_on_two_cpus(tmp_path: Path) -> None:
+    out = tmp_path / "fsdp.json"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += ["-m", "benchmarks.fsdp", "--smoke", "--rounds=1", "--steps=2", f"--out={out}"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    log = tmp_path / "log"
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            command, env=env, cwd=launch.ROOT, stdout=file, stderr=file, start_new_session=True
+        )
+    try:
+        assert process.wait(launch.TIMEOUT) == 0, log.read_text()[-4000:]
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    result = json.loads(out.read_text(encoding="utf-8"))
+    assert result["machine"]["ranks"] == 2 and result["machine"]["torch"] == torch.__version__
+    assert list(result["variants"]) == [
+        "padded", "packed_unbalanced", "packed_bfd", "packed_balanced",
+    ]  # fmt: skip
+    for found in result["variants"].values():
+        assert found["tokens_per_second"] > 0 and min(found["alone_seconds"]) > 0
+        assert min(found["wait_seconds"]) >= 0 and len(found["wait_seconds"]) == 2
+        assert abs(found["loss"] - result["variants"]["padded"]["loss"]) < 1e-3
