@@ -14,6 +14,8 @@ from . import data, models
 from .measure import Deadline, Update, Variant, Writer, interleave, synchronize, tidy
 
 DIFFERENT = 50
+#: What max_length says in every batch: the longest example that is let in.
+LONGEST = 2048
 #: Compiled may be off the eager model's loss and gradient norm by this; bf16 noise is below it.
 CLOSE = 0.01
 
@@ -58,7 +60,7 @@ def batches(size: Size, vocabulary: int, *, smoke: bool, count: int) -> list[dic
         kept = group[: size.examples]
         static = data.packed(
             kept, vocabulary, seed, varlen=True, tokens=tokens, entries=size.examples + 2,
-            longest=tokens,
+            longest=min(tokens, LONGEST),
         )  # fmt: skip
         plain = data.packed(kept, vocabulary, seed, tokens=tokens)
         where = models.device()
@@ -135,7 +137,8 @@ def _compile(
     for batch in every:
         if before is not None:
             before()
-        call(**batch["static"].call, use_cache=False).loss.backward()
+        loss = call(**batch["static"].call, use_cache=False).loss
+        loss.backward()
         update()
     synchronize()
     last = int(dynamo.counters["stats"]["unique_graphs"])
@@ -164,11 +167,12 @@ def _norms(
     """Loss and the norm of all gradients of one step without its update."""
     if before is not None:
         before()
-    out = call(**kwargs, use_cache=False)
-    out.loss.backward()
+    # As in the timed steps, logits are let go before the backward: recorded graphs count on it.
+    loss = call(**kwargs, use_cache=False).loss
+    loss.backward()
     module: Any = tree if tree is not None else call
     squares = [p.grad.float().square().sum() for p in module.parameters() if p.grad is not None]
-    result = float(out.loss.detach()), float(torch.stack(squares).sum().sqrt())
+    result = float(loss.detach()), float(torch.stack(squares).sum().sqrt())
     update.drop()
     return result
 
