@@ -112,7 +112,7 @@ def _site_edits(site: Site) -> list[Edit]:
     forgetful = compat.rotary_without_positions(site.patch.release, site.family.family)
     if (site.patch.rope is not None or forgetful) and takes_row_length(rotary):
         assert isinstance(rotary, torch.nn.Module)
-        edits.append(Edit(rotary, "forward", RotaryByExample(rotary)))
+        edits.append(Edit(rotary, "forward", RotaryByExample(rotary, site.patch)))
     return edits
 
 

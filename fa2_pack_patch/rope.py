@@ -10,13 +10,16 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 import torch
 
 from .errors import PackingError
 from .layout import PackedLayout
-from .runs import CURRENT
+from .runs import current
+
+if TYPE_CHECKING:
+    from .patch import Patch
 
 
 @dataclass(frozen=True)
@@ -86,22 +89,23 @@ def check_lengths(rule: RopeRule, layout: PackedLayout, reach: Sequence[int]) ->
 class RotaryByExample:
     """Stands for a rotary module's forward that is told the row's length: tells the example's."""
 
-    def __init__(self, module: torch.nn.Module) -> None:
+    def __init__(self, module: torch.nn.Module, patch: Patch) -> None:
         self.module = module
+        self.patch = patch
+        self.parameters = tuple(inspect.signature(type(module).forward).parameters)[1:]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        run = CURRENT.get()
+        run = current(self.patch)
         forward = type(self.module).forward
         if run is None:
             return forward(self.module, *args, **kwargs)
-        parameters = inspect.signature(forward).parameters
-        bound = inspect.signature(forward).bind_partial(self.module, *args, **kwargs)
-        if "position_ids" in parameters and bound.arguments.get("position_ids") is None:
+        call = {**dict(zip(self.parameters, args)), **kwargs}
+        if "position_ids" in self.parameters and call.get("position_ids") is None:
             # Phi-3's flash class of 4.44.0 forgets them.
-            bound.arguments["position_ids"] = run.layout_positions(bound.arguments["x"].device)
-        if bound.arguments.get("seq_len") is not None:
-            bound.arguments["seq_len"] = run.longest
-        return forward(**bound.arguments)
+            call["position_ids"] = run.layout_positions(call["x"].device)
+        if call.get("seq_len") is not None:
+            call["seq_len"] = run.longest
+        return forward(self.module, **call)
 
 
 def takes_row_length(module: Any) -> bool:

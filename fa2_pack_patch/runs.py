@@ -11,20 +11,32 @@ import threading
 import weakref
 from collections import deque
 from contextvars import ContextVar
-from typing import Any, Optional, Union
+from typing import TYPE_CHECKING, Any, Optional, Union
 
 import torch
 
-from .compat import storages_keep_attributes
+from .compat import is_compiling, storages_keep_attributes
 from .errors import PackingError
 from .layout import PackedLayout, quote, upload
 from .varlen import VarlenLayout
+
+if TYPE_CHECKING:
+    from .patch import Patch
 
 _ATTRIBUTE = "_fa2_pack_patch_run"
 _KEPT = 128
 
 #: The run of the attention module that is executing, for interception points without position_ids.
 CURRENT: ContextVar[Optional[Run]] = ContextVar("fa2_pack_patch_run", default=None)
+
+
+def current(patch: Patch) -> Optional[Run]:
+    """The run of the attention module of ``patch`` that is executing, if it runs packed.
+
+    A compiled forward does not go by :data:`CURRENT`, and goes on without it where its graph broke.
+    """
+    run = None if is_compiling() else CURRENT.get()
+    return patch.traced if run is None else run
 
 
 class Run:
@@ -50,6 +62,8 @@ class Run:
 
     def layout_positions(self, device: torch.device) -> torch.Tensor:
         """The positions on ``device``; sent once for each of them."""
+        if self.positions.device == device:
+            return self.positions
         if device not in self._sent:
             self._sent[device] = upload(self.positions, device)
         return self._sent[device]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fa2_pack_patch as fpp
-from fa2_pack_patch import hooks, interceptors
+from fa2_pack_patch import hooks
 from tests.matrix import models
 from tests.matrix.cells import (
     References,
@@ -171,7 +171,7 @@ def test_an_exception_in_the_kernel_leaves_nothing_behind(
             model(**packed.kwargs)
     with torch.no_grad():
         assert compare(model(**packed.kwargs).logits, packed, reference) < LIMIT
-    assert interceptors.method.CURRENT.get() is None
+    assert hooks.CURRENT.get() is None
 
 
 def test_errors_quote_the_input(build: Build) -> None:

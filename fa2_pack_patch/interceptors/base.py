@@ -58,6 +58,16 @@ class RotaryLength:
         return tokens if tokens > there else there
 
 
+class NoLogger:
+    """A modeling module's ``logger`` in a compiled graph, which cannot log."""
+
+    def info(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def warning_once(self, *args: Any, **kwargs: Any) -> None: ...
+
+    warning = info
+
+
 class Interceptor(ABC):
     """Runs one attention module's forward with our kernel in place of the release's."""
 
@@ -90,14 +100,17 @@ def rebound(forward: Any, names: dict[str, Any], *, nameless: bool = False) -> C
     The globals are copied at each call, so what others rebind in the module (a fused rotary
     function, say) is honoured. Decorators are kept: the cell that holds the wrapped function is
     replaced. ``nameless`` is for Dynamo, which looks a function's globals up in the module called
-    ``__name__``; without that name it takes the dictionary itself, and so sees what is rebound.
+    ``__name__``; without that name it takes the dictionary itself, and so sees what is rebound. It
+    keeps what it compiled with the code object, for one set of globals: each function has its own.
     """
     wrapped = getattr(forward, "__wrapped__", None)
     if wrapped is None:
         scope = {**forward.__globals__, **names}
+        copy = _copy(forward, scope, forward.__closure__)
         if nameless:
             del scope["__name__"]
-        return _copy(forward, scope, forward.__closure__)
+            copy.__code__ = copy.__code__.replace()
+        return copy
     inner = rebound(wrapped, names, nameless=nameless)
     cells = tuple(
         types.CellType(inner) if cell.cell_contents is wrapped else cell
@@ -106,6 +119,12 @@ def rebound(forward: Any, names: dict[str, Any], *, nameless: bool = False) -> C
     outer = _copy(forward, forward.__globals__, cells)
     outer.__wrapped__ = inner  # type: ignore[attr-defined]
     return outer
+
+
+def for_dynamo(owner: type, names: dict[str, Any]) -> Callable[..., Any]:
+    """``owner``'s forward as :meth:`Interceptor.traceable` gives it."""
+    forward = owner.forward  # type: ignore[attr-defined]
+    return rebound(forward, {"logger": NoLogger(), **names}, nameless=True)
 
 
 def _copy(function: types.FunctionType, scope: dict[str, Any], closure: Any) -> types.FunctionType:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Callable, Optional
 
 import torch
 
-from .base import Interceptor, attend, rebound, traced, uses_name
+from .base import Interceptor, attend, for_dynamo, rebound, traced, uses_name
 from .interface import _Only
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class _Dictionary(Interceptor):
             return _attention(holder.site, traced(holder), given)
 
         names = {name: _Only(attention)}
-        return rebound(owner.forward, names, nameless=True)  # type: ignore[attr-defined]
+        return for_dynamo(owner, names)
 
 
 def _attention(site: Site, run: Run, given: tuple[Any, ...]) -> tuple[torch.Tensor, None]:

@@ -6,7 +6,16 @@ import inspect
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Callable, Optional
 
-from .base import Interceptor, RotaryLength, TorchWithoutFloat32, attend, rebound, traced, uses_name
+from .base import (
+    Interceptor,
+    RotaryLength,
+    TorchWithoutFloat32,
+    attend,
+    for_dynamo,
+    rebound,
+    traced,
+    uses_name,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -45,7 +54,7 @@ class _Function(Interceptor):
             return _attention(holder.site, traced(holder), values)
 
         names = {name: attention, "torch": TorchWithoutFloat32(), "max": RotaryLength(holder)}
-        return rebound(owner.forward, names, nameless=True)  # type: ignore[attr-defined]
+        return for_dynamo(owner, names)
 
 
 def _attention(site: Site, run: Run, values: dict[str, Any]) -> torch.Tensor:

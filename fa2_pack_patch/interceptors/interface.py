@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Callable, Optional
 import torch
 
 from ..errors import PackingError
-from .base import Interceptor, attend, rebound, traced, uses_name
+from .base import Interceptor, attend, for_dynamo, rebound, traced, uses_name
 
 if TYPE_CHECKING:
     from ..patch import Site
@@ -52,7 +52,7 @@ class _Interface(Interceptor):
             return _attention(holder.site, traced(holder), *args, **kwargs)
 
         names = {name: _Only(attention), "eager_attention_forward": attention}
-        return rebound(owner.forward, names, nameless=True)  # type: ignore[attr-defined]
+        return for_dynamo(owner, names)
 
 
 def _attention(

@@ -7,9 +7,16 @@ from typing import TYPE_CHECKING, Any, Callable, Optional
 
 import torch
 
-from ..compat import is_compiling
-from ..runs import CURRENT
-from .base import Interceptor, RotaryLength, TorchWithoutFloat32, attend, rebound, uses_name
+from ..runs import current
+from .base import (
+    Interceptor,
+    RotaryLength,
+    TorchWithoutFloat32,
+    attend,
+    for_dynamo,
+    rebound,
+    uses_name,
+)
 
 if TYPE_CHECKING:
     from ..patch import Site
@@ -28,7 +35,7 @@ class PackedMethod:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         site = self.site
-        run = site.patch.traced if is_compiling() else CURRENT.get()
+        run = current(site.patch)
         name = site.span.name
         if run is None:
             return getattr(type(site.module), name)(site.module, *args, **kwargs)
@@ -97,7 +104,7 @@ class _Method(Interceptor):
             "_flash_supports_window_size": _Windowed(holder),
             "max": RotaryLength(holder),
         }
-        return rebound(owner.forward, names, nameless=True)  # type: ignore[attr-defined]
+        return for_dynamo(owner, names)
 
 
 class _Windowed:
