@@ -173,7 +173,7 @@ def test_uneven_ranks_are_found_hanging() -> None:
     """The run above would not pass: what hangs is ended, and says where it stood."""
     job = ("stalled", {"wrapper": "ddp", "capacity": CAPACITY})
     with pytest.raises(launch.RunFailed, match=r"(?s)hung: 2 of 2 processes.*in stalled"):
-        launch.launch([job], timeout=20)
+        launch.launch([job], timeout=8)
 
 
 def test_a_failing_rank_fails_the_run() -> None:

@@ -32,6 +32,7 @@ def main(jobs: str, folder: str) -> None:
     )
     from . import tasks
 
+    (out / f"{rank}.ready").touch()
     results = []
     for task, given in json.loads(jobs):
         print(task, given, flush=True)
