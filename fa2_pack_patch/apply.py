@@ -65,6 +65,9 @@ def _plan(found: Detection, kernel: str, note: Optional[str]) -> PatchReport:
     release = compat.release()
     patch = Patch(found.family, found.span, release, config, kernel)
     patch.rope = rope_rule(config)
+    flash = compat.implementation_kind(found.implementation) == "flash"
+    if flash and compat.reads_flash_mask(found.family.module):
+        patch.mask_placeholder = False
     edits: list[Edit] = []
     for index, (label, module) in enumerate(found.attention):
         site = Site(patch, module, index, label)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from functools import lru_cache
 from typing import Any, Optional
 
@@ -14,6 +15,9 @@ from .errors import UnsupportedReleaseError
 OLDEST = Version("4.34")
 #: The newest minor for which the matrix was run; patch releases of it are accepted.
 NEWEST = Version("5.24")
+
+#: Whether torch's graph_break takes the reason that fullgraph=True then shows (2.8 at the latest).
+BREAKS_SAY_WHY = Version(torch.__version__.split("+")[0]) >= Version("2.8.0.dev0")
 
 _HUB_FLASH = re.compile(r"^[\w.-]+/[\w.-]*flash[\w.-]*(@[\w./-]+)?(:[\w.-]+)?$")
 
@@ -80,6 +84,14 @@ def mask_placeholder(version: Version) -> bool:
     Then a 1x1x1x1 placeholder keeps it from building a mask of tokens by tokens.
     """
     return version >= Version("4.53.0")
+
+
+def reads_flash_mask(module: str) -> bool:
+    """Whether a modeling module has a mask function of its own, without masking_utils.
+
+    Loaded with flash-attention those ask the device whether a mask has a zero in it.
+    """
+    return not hasattr(sys.modules[module], "create_causal_mask")
 
 
 def implementation_of(module: torch.nn.Module, config: Any, via: str) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Optional
 
 import torch
 
-from .compat import is_compiling
+from .compat import BREAKS_SAY_WHY, is_compiling
 from .errors import PackingError
 from .interceptors import INTERCEPTORS
 from .layout import (
@@ -43,6 +43,17 @@ from .varlen import VarlenLayout, labels_without_first
 if TYPE_CHECKING:
     from .patch import Patch, Site
 
+#: What torch.compile(fullgraph=True) says when it cannot have its one graph.
+_WHY = (
+    "fa2_pack_patch: only a call with all of cu_seq_lens_q and cu_seq_lens_k (int32 tensors of one "
+    "shape), max_length_q and max_length_k (Python ints) is packed inside of a graph; the "
+    "boundaries of any other are read outside of it. Pass them, as DataCollatorWithFlattening("
+    "tokens=..., max_examples=..., return_flash_attn_kwargs=True) does; or leave out fullgraph."
+)
+_WHY_ROPE = (
+    "fa2_pack_patch: this model's rope depends on the lengths of the examples, which are read "
+    "outside of the graph; leave out fullgraph=True."
+)
 _FOREIGN = ("head_mask", "encoder_hidden_states", "encoder_attention_mask")
 
 
@@ -67,12 +78,13 @@ class ModelHook:
     ) -> Optional[tuple[tuple[Any, ...], dict[str, Any]]]:
         if is_compiling():
             call = by_name(module, args, kwargs)
-            if self.pooled is None and handed_over(call):
+            why = _WHY if self.patch.rope is None else _WHY_ROPE
+            if why is _WHY and self.pooled is None and handed_over(call):
                 return self._trace(call)
             run = self.patch.traced
             if self.base and run is not None and run.positions is call.get("position_ids"):
                 return self._enter(call)
-            return eagerly(self._decide, module, args, kwargs)  # type: ignore[no-any-return]
+            return eagerly(why, self._decide, module, args, kwargs)  # type: ignore[no-any-return]
         return self._decide(module, args, kwargs)
 
     def _trace(self, call: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -83,11 +95,6 @@ class ModelHook:
         rows, tokens = inputs.shape[0], inputs.shape[1]
         layout = device_layout(call, rows * tokens)
         self._refuse(call, None)
-        if self.patch.rope is not None:
-            raise PackingError(
-                f"a {self.patch.rope.kind} rope depends on the lengths of the examples, which a "
-                "compiled graph does not know: run this model without torch.compile."
-            )
         check_mask(call.get("attention_mask"), rows, tokens)
         call["position_ids"] = self._carried(call.get("position_ids"), layout, rows, tokens)
         labels = call.get("labels")
@@ -334,7 +341,7 @@ class CountHook:
             # Layers in a graph are not counted, so that it stays whole: they are ours or not.
             self._count(run, [s for s in self.patch.sites if not in_place(s)])
         elif is_compiling():
-            eagerly(self._check, kwargs)
+            eagerly(_WHY, self._check, kwargs)
         else:
             self._check(kwargs)
 
@@ -386,7 +393,7 @@ class PackedForward:
                 if kwargs.get("attention_mask") is not None:
                     kwargs["attention_mask"] = None
                 return self.traceable(self.site.module, *args, **kwargs)
-            return eagerly(self._forward, *args, **kwargs)
+            return eagerly(_WHY, self._forward, *args, **kwargs)
         return self._forward(*args, **kwargs)
 
     def _run(self, position_ids: torch.Tensor) -> Optional[Run]:
@@ -429,11 +436,13 @@ def in_place(site: Site) -> bool:
     return any(isinstance(own.get(slot), PackedForward) for slot in slots)
 
 
-def eagerly(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def eagerly(why: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call ``function`` outside of Dynamo, where that is loaded: a graph break, not a fault."""
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is None:
         return function(*args, **kwargs)
+    if BREAKS_SAY_WHY:
+        dynamo.graph_break(msg=why)
     return dynamo.disable(function)(*args, **kwargs)
 
 
