@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Optional
 
 import torch
 
+from . import kernels
 from .compat import BREAKS_SAY_WHY, is_compiling
 from .errors import PackingError
 from .interceptors import INTERCEPTORS
@@ -371,12 +372,13 @@ class PackedForward:
     def __init__(self, site: Site, before: Any = None) -> None:
         self.site = site
         self.before = before
-        #: era, class and name of which the function for Dynamo is made
-        self.recipe = (site.span.via, site.owner, site.span.name)
+        #: era, class, name and kernel of which the function for Dynamo is made
+        self.recipe = (site.span.via, site.owner, site.span.name, site.patch.kernel)
         self.traceable = self._traceable()
 
     def _traceable(self) -> Callable[..., Any]:
-        via, owner, name = self.recipe
+        via, owner, name, kernel = self.recipe
+        kernels.probe(kernel)
         return INTERCEPTORS[via].traceable(owner, name, self)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -140,7 +140,7 @@ def uses_name(forward: Callable[..., Any], name: str) -> bool:
     return name in innermost(forward).__code__.co_names
 
 
-def traced(holder: Sited) -> Run:
+def run_of(holder: Sited) -> Run:
     """The run of the compiled forward in the making."""
     run = holder.site.patch.traced
     assert run is not None
@@ -208,11 +208,12 @@ def attend(
         dropout=dropout,
         needs_grad=torch.is_grad_enabled() and (q.requires_grad or k.requires_grad),
     )
-    kernel = kernels.choose(site.patch.kernel, call)
+    traced = compat.is_compiling()
+    kernel = (kernels.select if traced else kernels.choose)(site.patch.kernel, call)
     out = kernel(
         q, k, v, layout.to(q.device), scale=scale, window=window, softcap=softcap, dropout=dropout
     )
-    if not compat.is_compiling():  # a side effect would break the graph of a checkpoint
+    if not traced:  # a side effect would break the graph of a checkpoint
         run.done.add(site.index)
     return out.view(rows, tokens, q.shape[1], v.shape[2])
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Callable, Optional
 
 import torch
 
-from .base import Interceptor, attend, for_dynamo, rebound, traced, uses_name
+from .base import Interceptor, attend, for_dynamo, rebound, run_of, uses_name
 from .interface import _Only
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class _Dictionary(Interceptor):
 
     def traceable(self, owner: type, name: str, holder: Sited) -> Callable[..., Any]:
         def attention(*given: Any, **named: Any) -> tuple[torch.Tensor, None]:
-            return _attention(holder.site, traced(holder), given)
+            return _attention(holder.site, run_of(holder), given)
 
         names = {name: _Only(attention)}
         return for_dynamo(owner, names)

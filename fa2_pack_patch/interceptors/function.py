@@ -13,7 +13,7 @@ from .base import (
     attend,
     for_dynamo,
     rebound,
-    traced,
+    run_of,
     uses_name,
 )
 
@@ -51,7 +51,7 @@ class _Function(Interceptor):
 
         def attention(*given: Any, **named: Any) -> torch.Tensor:
             values = {**dict(zip(parameters, given)), **named}
-            return _attention(holder.site, traced(holder), values)
+            return _attention(holder.site, run_of(holder), values)
 
         names = {name: attention, "torch": TorchWithoutFloat32(), "max": RotaryLength(holder)}
         return for_dynamo(owner, names)

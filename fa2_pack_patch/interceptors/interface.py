@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Callable, Optional
 import torch
 
 from ..errors import PackingError
-from .base import Interceptor, attend, for_dynamo, rebound, traced, uses_name
+from .base import Interceptor, attend, for_dynamo, rebound, run_of, uses_name
 
 if TYPE_CHECKING:
     from ..patch import Site
@@ -49,7 +49,7 @@ class _Interface(Interceptor):
 
     def traceable(self, owner: type, name: str, holder: Sited) -> Callable[..., Any]:
         def attention(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return _attention(holder.site, traced(holder), *args, **kwargs)
+            return _attention(holder.site, run_of(holder), *args, **kwargs)
 
         names = {name: _Only(attention), "eager_attention_forward": attention}
         return for_dynamo(owner, names)

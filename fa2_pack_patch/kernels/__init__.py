@@ -15,7 +15,7 @@ from .torch_flash import TorchFlash
 #: In the order in which "auto" tries them.
 KERNELS: dict[str, Kernel] = {k.name: k for k in (FlashAttn(), FlashAttn3(), TorchFlash(), Sdpa())}
 
-__all__ = ["KERNELS", "AttentionCall", "Kernel", "choose", "get", "reset"]
+__all__ = ["KERNELS", "AttentionCall", "Kernel", "choose", "get", "probe", "reset", "select"]
 
 
 def get(name: str) -> Kernel:
@@ -32,8 +32,13 @@ def get(name: str) -> Kernel:
     return kernel
 
 
-@lru_cache(maxsize=256)
-def choose(name: str, call: AttentionCall) -> Kernel:
+def probe(name: str) -> None:
+    """Import what ``name`` may need, "auto" any of them: a graph in the making cannot."""
+    for kernel in KERNELS.values() if name == "auto" else [get(name)]:
+        kernel.unavailable()
+
+
+def select(name: str, call: AttentionCall) -> Kernel:
     """The kernel for a call: the one named, or for "auto" the first that can.
 
     A kernel after the chosen one, or beside the named one, is not probed: flash-attn is not even
@@ -57,6 +62,10 @@ def choose(name: str, call: AttentionCall) -> Kernel:
     raise KernelUnavailableError(
         f"kernel={name!r} cannot serve this attention ({call}). {text}. {advice}"
     )
+
+
+#: :func:`select` with a memory, which Dynamo would look through with a warning.
+choose = lru_cache(maxsize=256)(select)
 
 
 def _against(kernel: Kernel, call: AttentionCall) -> list[str]:

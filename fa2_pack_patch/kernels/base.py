@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING, Callable, Generic, Optional, TypeVar
 
 import torch
 
@@ -14,6 +14,28 @@ if TYPE_CHECKING:
     from ..varlen import Layout
 
 HALF = (torch.float16, torch.bfloat16)
+
+T = TypeVar("T")
+
+
+class Once(Generic[T]):
+    """A function's first answer, kept; also inside of a graph, where lru_cache is looked through.
+
+    Dynamo cannot trace an import that fails: ask once before.
+    """
+
+    def __init__(self, function: Callable[[], T]) -> None:
+        self.function = function
+        self.answers: list[T] = []
+
+    def __call__(self) -> T:
+        if not self.answers:
+            self.answers.append(self.function())
+        return self.answers[0]
+
+    def cache_clear(self) -> None:
+        """Forget the answer."""
+        self.answers.clear()
 
 
 @dataclass(frozen=True)

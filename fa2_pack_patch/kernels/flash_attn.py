@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import inspect
 import os
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Callable, Optional
 
 import torch
 
-from .base import AttentionCall, Kernel, check_backward_range, flash_reasons
+from .base import AttentionCall, Kernel, Once, check_backward_range, flash_reasons
 
 if TYPE_CHECKING:
     from ..varlen import Layout
 
 
-@lru_cache(maxsize=1)
+@Once
 def probe() -> tuple[Optional[Callable[..., Any]], frozenset[str], str, bool]:
     """The function, its parameters, why there is none, and whether it is a CPU stand-in."""
     try:

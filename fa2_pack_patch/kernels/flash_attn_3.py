@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import inspect
 import os
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Callable, Optional
 
 import torch
 
-from .base import AttentionCall, Kernel, capability, check_backward_range, flash_reasons
+from .base import AttentionCall, Kernel, Once, capability, check_backward_range, flash_reasons
 
 if TYPE_CHECKING:
     from ..varlen import Layout
 
 
-@lru_cache(maxsize=1)
+@Once
 def probe() -> tuple[Optional[Callable[..., Any]], frozenset[str], str]:
     """The function, its parameters, and why there is none."""
     try:

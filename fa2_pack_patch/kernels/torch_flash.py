@@ -11,12 +11,11 @@ stride 1 (``mha_varlen_fwd`` in torch's ``flash_api.cpp``).
 from __future__ import annotations
 
 import inspect
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Callable, Optional
 
 import torch
 
-from .base import AttentionCall, Kernel, capability, check_backward_range, flash_reasons
+from .base import AttentionCall, Kernel, Once, capability, check_backward_range, flash_reasons
 
 if TYPE_CHECKING:
     from ..varlen import Layout
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 _NEEDED = {"scale", "window_size", "enable_gqa"}
 
 
-@lru_cache(maxsize=1)
+@Once
 def probe() -> tuple[Optional[Callable[..., Any]], frozenset[str]]:
     """``varlen_attn`` if it has all that is needed, and the operator's arguments."""
     function: Optional[Callable[..., Any]] = None
