@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from functools import lru_cache
-from typing import Any, Optional
+from typing import Any, Callable, Optional
 
 import torch
 from packaging.version import Version
@@ -98,7 +98,11 @@ def implementation_of(module: torch.nn.Module, config: Any, via: str) -> str:
     """As what an attention module was loaded: its class tells (until 4.47), or its config."""
     name = type(module).__name__
     if via in ("interface", "dict"):
-        return str(getattr(config, "_attn_implementation", None) or "eager")
+        # Read in every layer of every packed call; a config's own attribute access is slow.
+        found = None
+        if not is_compiling():  # Dynamo does not know this way
+            found = object.__getattribute__(config, "__dict__").get("_attn_implementation_internal")
+        return str(found or getattr(config, "_attn_implementation", None) or "eager")
     if name.endswith("FlashAttention2"):
         return "flash_attention_2"
     if name.endswith("SdpaAttention"):
@@ -129,13 +133,12 @@ def autocast_dtype(device_type: str) -> Optional[torch.dtype]:
     return None
 
 
-def is_compiling() -> bool:
-    """Whether Dynamo is tracing this very call."""
-    return (
-        torch.compiler.is_dynamo_compiling()
-        if hasattr(torch.compiler, "is_dynamo_compiling")
-        else False
-    )
+def _never() -> bool:
+    return False
+
+
+#: Whether Dynamo is tracing this very call.
+is_compiling: Callable[[], bool] = getattr(torch.compiler, "is_dynamo_compiling", _never)
 
 
 @lru_cache(maxsize=1)

@@ -422,7 +422,7 @@ class PackedForward:
             kwargs["attention_mask"] = None  # eager's own; some flash classes slice keys by it
         token = CURRENT.set(run)
         try:
-            return INTERCEPTORS[site.span.via].run(site, run, args, kwargs)
+            return INTERCEPTORS[self.recipe[0]].run(self, args, kwargs)
         finally:
             CURRENT.reset(token)
 

@@ -38,6 +38,15 @@ class Site:
     module: torch.nn.Module
     index: int
     label: str
+    #: the class's forward, and the same with names rebound; made at the first packed call
+    rebound: Optional[tuple[Callable[..., Any], Callable[..., Any]]] = field(
+        default=None, repr=False, compare=False
+    )
+    #: what the last call of the kernel was like, and the kernel
+    choice: Optional[tuple[tuple[Any, ...], Any]] = field(default=None, repr=False, compare=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "rebound": None, "choice": None}
 
     @property
     def family(self) -> Family:

@@ -76,6 +76,30 @@ def test_the_sign_and_the_count_of_bad_cells_agree(cells: dict[str, Any], sign: 
     assert (render.counts([one])["bad"] > 0) == (sign == "❌")
 
 
+def gpu_model(**changes: Any) -> dict[str, Any]:
+    row = {"right": 3, "worst": {"logits": 0.5}, "wrong": {}}
+    return {"own": {}, **{k: changes.get(k, row) for k in render.KERNELS}}
+
+
+@pytest.mark.parametrize(
+    ("model", "sign"),
+    [
+        (gpu_model(), "✅"),
+        (gpu_model(torch_flash={"refused": "no softcap"}), "✅ not `torch_flash`"),
+        (gpu_model(sdpa={"right": 2, "worst": {}, "wrong": {"rows": {}}}), "❌"),
+        (gpu_model(flash_attn={"right": 0, "worst": {}, "wrong": {}, "fault": "X"}), "❌"),
+        ({"fault": "X: y"}, "❌"),
+    ],
+)
+def test_the_gpu_s_signs(model: dict[str, Any], sign: str) -> None:
+    models = {"llama/eager/tiny": gpu_model(), "llama/sdpa/tiny": model}
+    one = {"machine": "M", "torch": "2", "flash_attn": "2", "transformers": "5", "models": models}
+    assert render.gpu_cell(one, "llama") == sign and render.gpu_cell(one, "phi") == "–"
+    page = "\n".join(render.gpu([one]))
+    assert f"| `llama` | {sign} |" in page
+    assert (" 0 wrong" in page) == (sign != "❌")
+
+
 def test_adjacent_equal_releases_share_a_column() -> None:
     page = render.render([result(good(), r) for r in ("4.43.4", "4.44.0", "4.44.2")])
     assert "| family | 4.43.4 … 4.44.2 |" in page

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
-from .results import Results, Row
+from .results import Results, Row, ratio
 
 PASSED, MISSED, UNKNOWN = "passed", "**missed**", "not measured"
 
@@ -21,7 +22,16 @@ class Bar:
 
 def judge(results: Results) -> list[Bar]:
     """All bars; those without a result are there too, as not measured."""
-    return [*_old(results), *_host(results), *_syncs(results), *_losses(results), *_graphs(results)]
+    return [
+        *_steps(results),
+        *_compiled(results),
+        *_torch_flash(results),
+        *_old(results),
+        *_host(results),
+        *_syncs(results),
+        *_losses(results),
+        *_graphs(results),
+    ]
 
 
 def _verdict(passed: object) -> str:
@@ -39,6 +49,96 @@ def _broken(results: Results, section: str, what: str, bar: str) -> list[Bar]:
         for r in _rows(results, section)
         if r.get("error") and (r["variant"] == "all" or section == "old")
     ]
+
+
+@dataclass(frozen=True)
+class Least:
+    """A ratio of two variants that each of some cells must reach (or, of memory, stay below)."""
+
+    what: str
+    section: str
+    over: str
+    under: str
+    bar: float
+    cells: str = ""
+    key: str = "tokens_per_second"
+    most: bool = False
+
+    def judge(self, results: Results) -> Bar:
+        """The worst cell, and how many reach the bar."""
+        section = results.get(self.section)
+        found = {}
+        for cell in section.cells() if section else []:
+            rows = section.of(cell) if section else {}
+            value = ratio(rows.get(self.over), rows.get(self.under), self.key)
+            if value is not None and re.search(self.cells, cell):
+                found[cell] = value
+        bar = f"{'<=' if self.most else '>='} {self.bar:g}"
+        if not found:
+            return Bar(self.what, bar, "–", UNKNOWN)
+        worst = (max if self.most else min)(found, key=lambda cell: found[cell])
+        held = [c for c, v in found.items() if (v <= self.bar if self.most else v >= self.bar)]
+        seen = f"{found[worst]:.2f} at worst ({worst})"
+        if len(found) > 1:
+            seen += f"; {len(held)} of {len(found)} cells hold it"
+        return Bar(self.what, bar, seen, _verdict(len(held) == len(found)))
+
+
+_FILLED = "/b32$"
+_STEPS = [
+    Least("patched / ceiling, where the chip is filled", "table", "ours", "ceiling", 0.98, _FILLED),
+    Least("patched / ceiling, small steps", "table", "ours", "ceiling", 0.98, "/b4$|tok$"),
+    Least("patched / stock packed", "table", "ours", "stock", 1.0),
+    Least(
+        "patched / stock packed, from position_ids alone, 1B and 2,048 tokens",
+        "table", "ours", "stock", 1.15, "2048tok$",
+    ),
+    Least("patched / padded FA2, T0, batch 32", "table", "ours", "padded_fa2", 4.8, "/t0/b32$"),
+    Least(
+        "patched / padded FA2, GSM8K, batch 32", "table", "ours", "padded_fa2", 1.55,
+        "/gsm8k/b32$",
+    ),
+    Least(
+        "peak memory, patched / padded FA2, T0, batch 32", "table", "ours", "padded_fa2", 0.66,
+        "/t0/b32$", "peak_bytes", True,
+    ),
+    Least("patched / stock packed, above 10B", "large", "ours", "stock", 1.0),
+]  # fmt: skip
+
+
+def _steps(results: Results) -> list[Bar]:
+    return [least.judge(results) for least in _STEPS]
+
+
+def _compiled(results: Results) -> list[Bar]:
+    return [
+        Least(
+            f"compiled ({mode}) / stock packed, eager, 1B and {tokens:,} tokens",
+            "compiled", f"compiled_{mode}", "stock", bar, f"{tokens}tok$",
+        ).judge(results)
+        for tokens, bar in ((2048, 2.1), (8192, 1.4))
+        for mode in ("default", "reduce-overhead")
+    ]  # fmt: skip
+
+
+def _torch_flash(results: Results) -> list[Bar]:
+    what = "torch_flash / flash_attn, attention alone, forward and backward"
+    found = {}
+    section = results.get("torch_flash")
+    for cell in section.cells() if section else []:
+        rows = section.of(cell) if section else {}
+        value = ratio(rows.get("flash_attn"), rows.get("torch_flash"), "both_ms")
+        if value is not None:
+            found[cell] = value
+    bar = Bar(what, ">= 0.9", "–", UNKNOWN)
+    if found:
+        worst = min(found, key=lambda cell: found[cell])
+        bar = Bar(what, ">= 0.9", f"{found[worst]:.2f} at worst ({worst})",
+                  _verdict(found[worst] >= 0.9))  # fmt: skip
+    steps = Least(
+        "torch_flash / flash_attn, whole steps", "torch_flash", "ours_torch_flash", "ours", 0.97
+    )
+    return [bar, steps.judge(results)]
 
 
 def _old(results: Results) -> list[Bar]:

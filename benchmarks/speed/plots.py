@@ -86,7 +86,10 @@ def _bars(
             axis.bar(*zip(*kept), width=width, color=COLOURS[name], label=LABELS[name])
     axis.set_xticks(
         range(len(cells)),
-        [c.replace("/", "\n").replace("-code", "\n-code") for c, _ in cells],
+        [
+            c.replace("/", "\n").replace("-code", "\n-code").replace("codellama-", "codellama\n")
+            for c, _ in cells
+        ],
         fontsize=7,
     )
     axis.set_xlim(-0.6, len(cells) - 0.4)

@@ -11,6 +11,7 @@ import torch
 
 from .. import compat, kernels
 from ..errors import PackingError
+from ..runs import CURRENT
 
 if TYPE_CHECKING:
     from ..patch import Site
@@ -76,8 +77,19 @@ class Interceptor(ABC):
         """Why ``forward`` cannot be intercepted by ``name``, or None when it can."""
 
     @abstractmethod
-    def run(self, site: Site, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The module's forward on a packed call."""
+    def names(self, holder: Sited) -> dict[str, Any]:
+        """What the forward is to find under its module's global names, outside of Dynamo."""
+
+    def run(self, holder: Sited, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The module's forward on a packed call; :data:`~fa2_pack_patch.runs.CURRENT` is its run.
+
+        The rebound function is made once, and again when the class has got another forward.
+        """
+        site = holder.site
+        forward = site.forward
+        if site.rebound is None or site.rebound[0] is not forward:
+            site.rebound = forward, rebound(forward, self.names(holder), scope=Scope)
+        return site.rebound[1](site.module, *args, **kwargs)
 
     @abstractmethod
     def traceable(self, owner: type, name: str, holder: Sited) -> Callable[..., Any]:
@@ -87,6 +99,32 @@ class Interceptor(ABC):
         """
 
 
+class Scope(dict):  # type: ignore[type-arg]
+    """A function's globals: some names bound otherwise, all others as they are in the module now.
+
+    So what somebody rebinds there later (a fused rotary function, say) is honoured.
+    """
+
+    def __init__(self, module: dict[str, Any], names: dict[str, Any]) -> None:
+        super().__init__(names)
+        self["__builtins__"] = module["__builtins__"]  # Python takes these from the dict itself
+        self.module = module
+
+    def __missing__(self, name: str) -> Any:
+        return self.module[name]
+
+
+def copied(module: dict[str, Any], names: dict[str, Any]) -> dict[str, Any]:
+    """The module's globals at this moment, some names bound otherwise, for Dynamo.
+
+    It looks a function's globals up in the module called ``__name__``; without that name it takes
+    the dictionary itself, and so sees what is bound there.
+    """
+    scope = {**module, **names}
+    scope.pop("__name__", None)
+    return scope
+
+
 def innermost(forward: Callable[..., Any]) -> types.FunctionType:
     """The function under all decorators."""
     inner = inspect.unwrap(forward)
@@ -94,24 +132,24 @@ def innermost(forward: Callable[..., Any]) -> types.FunctionType:
     return inner
 
 
-def rebound(forward: Any, names: dict[str, Any], *, nameless: bool = False) -> Callable[..., Any]:
-    """``forward`` with some of its module's global names bound otherwise.
+def rebound(
+    forward: Any,
+    names: dict[str, Any],
+    *,
+    scope: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]],
+) -> Callable[..., Any]:
+    """``forward`` with some of its module's global names bound otherwise, by ``scope``.
 
-    The globals are copied at each call, so what others rebind in the module (a fused rotary
-    function, say) is honoured. Decorators are kept: the cell that holds the wrapped function is
-    replaced. ``nameless`` is for Dynamo, which looks a function's globals up in the module called
-    ``__name__``; without that name it takes the dictionary itself, and so sees what is rebound. It
-    keeps what it compiled with the code object, for one set of globals: each function has its own.
+    Decorators are kept: the cell that holds the wrapped function is replaced. The innermost
+    function has a code object of its own: Dynamo keeps what it compiled with that, for one set of
+    globals.
     """
     wrapped = getattr(forward, "__wrapped__", None)
     if wrapped is None:
-        scope = {**forward.__globals__, **names}
-        copy = _copy(forward, scope, forward.__closure__)
-        if nameless:
-            del scope["__name__"]
-            copy.__code__ = copy.__code__.replace()
+        copy = _copy(forward, scope(forward.__globals__, names), forward.__closure__)
+        copy.__code__ = copy.__code__.replace()
         return copy
-    inner = rebound(wrapped, names, nameless=nameless)
+    inner = rebound(wrapped, names, scope=scope)
     cells = tuple(
         types.CellType(inner) if cell.cell_contents is wrapped else cell
         for cell in forward.__closure__ or ()
@@ -124,7 +162,7 @@ def rebound(forward: Any, names: dict[str, Any], *, nameless: bool = False) -> C
 def for_dynamo(owner: type, names: dict[str, Any]) -> Callable[..., Any]:
     """``owner``'s forward as :meth:`Interceptor.traceable` gives it."""
     forward = owner.forward  # type: ignore[attr-defined]
-    return rebound(forward, {"logger": NoLogger(), **names}, nameless=True)
+    return rebound(forward, {"logger": NoLogger(), **names}, scope=copied)
 
 
 def _copy(function: types.FunctionType, scope: dict[str, Any], closure: Any) -> types.FunctionType:
@@ -138,6 +176,13 @@ def _copy(function: types.FunctionType, scope: dict[str, Any], closure: Any) -> 
 def uses_name(forward: Callable[..., Any], name: str) -> bool:
     """Whether the function's code refers to ``name``, as a global or an attribute."""
     return name in innermost(forward).__code__.co_names
+
+
+def running() -> Run:
+    """The run of the attention module that is executing."""
+    run = CURRENT.get()
+    assert run is not None
+    return run
 
 
 def run_of(holder: Sited) -> Run:
@@ -180,7 +225,7 @@ def attend(
         PackingError: key and query of different lengths.
     """
     if heads_first:
-        query, key, value = (t.transpose(1, 2) for t in (query, key, value))
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     rows, tokens = query.shape[:2]
     layout = run.layout
     if rows * tokens != layout.tokens or key.shape[:2] != query.shape[:2]:
@@ -189,14 +234,40 @@ def attend(
             f"{key.shape[1]} keys do not fit the {layout.tokens} tokens of this packed call; "
             "a cache cannot go with packed rows: pass use_cache=False and no past_key_values."
         )
-    dtype = _target_dtype(site.module, query, key, value)
-    q, k, v = (
-        t.reshape(layout.tokens, t.shape[2], t.shape[3]).to(dtype) for t in (query, key, value)
-    )
+    q, k, v = query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1)
+    if q.dtype == torch.float32 or q.dtype != k.dtype or q.dtype != v.dtype:
+        dtype = _target_dtype(site.module, q, k, v)
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     scale, window, softcap = site.core(scale, handed_window, softcap)
     if isinstance(dropout, torch.nn.Dropout):
         dropout = dropout.p
     dropout = float(dropout or 0.0) if site.module.training else 0.0
+    kernel = _kernel(site, q, k, window, softcap, dropout)
+    out = kernel(
+        q, k, v, layout.to(q.device), scale=scale, window=window, softcap=softcap, dropout=dropout
+    )
+    if not compat.is_compiling():  # a side effect would break the graph of a checkpoint
+        run.done.add(site.index)
+    return out.view(rows, tokens, q.shape[1], v.shape[2])
+
+
+def _kernel(
+    site: Site,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    window: Optional[int],
+    softcap: Optional[float],
+    dropout: float,
+) -> kernels.Kernel:
+    """The kernel for these tensors; the layer's last choice while nothing that matters changes."""
+    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
+    traced = compat.is_compiling()
+    seen = None
+    if not traced:
+        shapes = q.shape[1:], k.shape[1]
+        seen = (q.device, q.dtype, shapes, window, softcap, dropout, needs_grad, kernels.epoch())
+        if site.choice is not None and site.choice[0] == seen:
+            return site.choice[1]  # type: ignore[no-any-return]
     call = kernels.AttentionCall(
         device=q.device,
         dtype=q.dtype,
@@ -206,28 +277,30 @@ def attend(
         window=window,
         softcap=softcap,
         dropout=dropout,
-        needs_grad=torch.is_grad_enabled() and (q.requires_grad or k.requires_grad),
+        needs_grad=needs_grad,
     )
-    traced = compat.is_compiling()
-    kernel = (kernels.select if traced else kernels.choose)(site.patch.kernel, call)
-    out = kernel(
-        q, k, v, layout.to(q.device), scale=scale, window=window, softcap=softcap, dropout=dropout
-    )
-    if not traced:  # a side effect would break the graph of a checkpoint
-        run.done.add(site.index)
-    return out.view(rows, tokens, q.shape[1], v.shape[2])
+    choose = kernels.select if traced else kernels.choose
+    kernel: kernels.Kernel = choose(site.patch.kernel, call)
+    if seen is not None:
+        site.choice = seen, kernel
+    return kernel
 
 
 def _target_dtype(module: torch.nn.Module, *tensors: torch.Tensor) -> torch.dtype:
     # What Transformers does for fp32 from PEFT's norms: autocast, quantisation, or the weights say.
-    kinds = {t.dtype for t in tensors}
-    if torch.float32 not in kinds:
+    if torch.float32 not in {t.dtype for t in tensors}:
         return tensors[0].dtype
     dtype = compat.autocast_dtype(tensors[0].device.type)
     if dtype is None:
         config = getattr(module, "config", None)
         dtype = getattr(config, "_pre_quantization_dtype", None)
     if dtype is None:
-        weights = (m.weight.dtype for m in module.modules() if isinstance(m, torch.nn.Linear))
+        weights = (_weight(m).dtype for m in module.modules() if isinstance(m, torch.nn.Linear))
         dtype = next((d for d in weights if d.is_floating_point), torch.float32)
     return dtype
+
+
+def _weight(linear: torch.nn.Linear) -> torch.Tensor:
+    # Not as an attribute: under ZeRO-3 that gathers it, and ranks with nothing packed would not.
+    weight = linear._parameters.get("weight")
+    return linear.weight if weight is None else weight

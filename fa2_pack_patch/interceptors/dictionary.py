@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Callable, Optional
 
 import torch
 
-from .base import Interceptor, attend, for_dynamo, rebound, run_of, uses_name
+from .base import Interceptor, attend, for_dynamo, run_of, running, uses_name
 from .interface import _Only
 
 if TYPE_CHECKING:
@@ -21,13 +21,11 @@ class _Dictionary(Interceptor):
             return None
         return f"{owner.__name__}.forward does not use {name}; its code is not the one verified"
 
-    def run(self, site: Site, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def names(self, holder: Sited) -> dict[str, Any]:
         def attention(*given: Any, **named: Any) -> tuple[torch.Tensor, None]:
-            return _attention(site, run, given)
+            return _attention(holder.site, running(), given)
 
-        return rebound(site.forward, {site.span.name: _Only(attention)})(
-            site.module, *args, **kwargs
-        )
+        return {holder.site.span.name: _Only(attention)}
 
     def traceable(self, owner: type, name: str, holder: Sited) -> Callable[..., Any]:
         def attention(*given: Any, **named: Any) -> tuple[torch.Tensor, None]:

@@ -12,8 +12,8 @@ from .base import (
     TorchWithoutFloat32,
     attend,
     for_dynamo,
-    rebound,
     run_of,
+    running,
     uses_name,
 )
 
@@ -39,12 +39,14 @@ class _Function(Interceptor):
             return None
         return f"{owner.__name__}.forward does not call {name}; its code is not the one verified"
 
-    def run(self, site: Site, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        def attention(*given: Any, **named: Any) -> torch.Tensor:
-            return _attention(site, run, {**dict(zip(_parameters(), given)), **named})
+    def names(self, holder: Sited) -> dict[str, Any]:
+        parameters = _parameters()
 
-        names = {site.span.name: attention, "torch": TorchWithoutFloat32()}
-        return rebound(site.forward, names)(site.module, *args, **kwargs)
+        def attention(*given: Any, **named: Any) -> torch.Tensor:
+            values = {**dict(zip(parameters, given)), **named}
+            return _attention(holder.site, running(), values)
+
+        return {holder.site.span.name: attention, "torch": TorchWithoutFloat32()}
 
     def traceable(self, owner: type, name: str, holder: Sited) -> Callable[..., Any]:
         parameters = _parameters()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Callable, Optional
 import torch
 
 from ..errors import PackingError
-from .base import Interceptor, attend, for_dynamo, rebound, run_of, uses_name
+from .base import Interceptor, attend, for_dynamo, run_of, running, uses_name
 
 if TYPE_CHECKING:
     from ..patch import Site
@@ -40,12 +40,12 @@ class _Interface(Interceptor):
             return None
         return f"{owner.__name__}.forward does not use {name}; its code is not the one verified"
 
-    def run(self, site: Site, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def names(self, holder: Sited) -> dict[str, Any]:
         def attention(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return _attention(site, run, *args, **kwargs)
+            return _attention(holder.site, running(), *args, **kwargs)
 
-        names = {site.span.name: _Only(attention), "eager_attention_forward": attention}
-        return rebound(site.forward, names)(site.module, *args, **kwargs)
+        name = holder.site.span.name
+        return {name: _Only(attention), "eager_attention_forward": attention}
 
     def traceable(self, owner: type, name: str, holder: Sited) -> Callable[..., Any]:
         def attention(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -14,7 +14,6 @@ from .base import (
     TorchWithoutFloat32,
     attend,
     for_dynamo,
-    rebound,
     uses_name,
 )
 
@@ -92,11 +91,10 @@ class _Method(Interceptor):
             return None
         return f"{owner.__name__}.forward does not call {name}; its code is not the one verified"
 
-    def run(self, site: Site, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        windowed = getattr(site.config, "sliding_window", None) is not None  # 4.35 compares with it
+    def names(self, holder: Sited) -> dict[str, Any]:
         # _flash_supports_window_size exists only where flash-attn was importable.
-        names = {"torch": TorchWithoutFloat32(), "_flash_supports_window_size": windowed}
-        return rebound(site.forward, names)(site.module, *args, **kwargs)
+        windowed = _Windowed(holder)
+        return {"torch": TorchWithoutFloat32(), "_flash_supports_window_size": windowed}
 
     def traceable(self, owner: type, name: str, holder: Sited) -> Callable[..., Any]:
         names = {

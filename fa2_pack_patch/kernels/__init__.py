@@ -15,7 +15,19 @@ from .torch_flash import TorchFlash
 #: In the order in which "auto" tries them.
 KERNELS: dict[str, Kernel] = {k.name: k for k in (FlashAttn(), FlashAttn3(), TorchFlash(), Sdpa())}
 
-__all__ = ["KERNELS", "AttentionCall", "Kernel", "choose", "get", "probe", "reset", "select"]
+_EPOCH = [0]
+
+__all__ = [
+    "KERNELS",
+    "AttentionCall",
+    "Kernel",
+    "choose",
+    "epoch",
+    "get",
+    "probe",
+    "reset",
+    "select",
+]
 
 
 def get(name: str) -> Kernel:
@@ -73,8 +85,14 @@ def _against(kernel: Kernel, call: AttentionCall) -> list[str]:
     return [missing] if missing else kernel.refuses(call)
 
 
+def epoch() -> int:
+    """How often :func:`reset` was called: what was chosen before does not hold after."""
+    return _EPOCH[0]
+
+
 def reset() -> None:
     """Forget what was probed (for tests, and after installing a kernel)."""
+    _EPOCH[0] += 1
     choose.cache_clear()
     flash_attn.probe.cache_clear()
     flash_attn_3.probe.cache_clear()
