@@ -28,8 +28,9 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 import fa2_pack_patch
 from fa2_pack_patch.data import DataCollatorWithFlattening
+from fa2_pack_patch.detect import find_base
 from fa2_pack_patch.errors import PackingError
-from fa2_pack_patch.patch import ATTRIBUTE
+from fa2_pack_patch.patch import ATTRIBUTE, Patch
 from fa2_pack_patch.registry import families as registry
 from tests.matrix import models
 
@@ -251,9 +252,21 @@ def checkpointed(model: torch.nn.Module, *, reentrant: bool) -> torch.nn.Module:
     return model
 
 
-def sites(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The attention modules."""
-    return [site.module for site in getattr(model, model.base_model_prefix)._fa2_pack_patch.sites]
+def patch_of(model: torch.nn.Module) -> Patch:
+    ((_, base, _),) = find_base(model)
+    found = base.__dict__[ATTRIBUTE]
+    assert isinstance(found, Patch)
+    return found
+
+
+def attention(model: torch.nn.Module) -> list[torch.nn.Module]:
+    return [site.module for site in patch_of(model).sites]
+
+
+def loaded_as(model: torch.nn.Module) -> str:
+    report = patch_of(model).report
+    assert report is not None
+    return report.implementation
 
 
 def break_here(module: Any, args: Any) -> None:
@@ -280,8 +293,7 @@ def whole(model: torch.nn.Module, family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_one_graph_or_known_why(build: Build, family: str) -> None:
     model = patched(build, family)
-    implementation = getattr(model, model.base_model_prefix)._fa2_pack_patch.report.implementation
-    why = broken(models.FAMILIES[family].family, implementation)
+    why = broken(models.FAMILIES[family].family, loaded_as(model))
     if why is None:
         whole(model, family)
         return
@@ -313,8 +325,7 @@ def loaded_as_flash_attention(*families: str) -> None:
     name = "flash_attention_2"
     for family in families:
         model = patched(_from_matrix, family, name)
-        patch = getattr(getattr(model, model.base_model_prefix), ATTRIBUTE)
-        assert patch.report.implementation == name
+        assert loaded_as(model) == name
         whole(model, family)
 
 
@@ -328,7 +339,8 @@ def test_loaded_as_flash_attention() -> None:
 def in_a_process(call: str, folder: Path, **environment: str) -> None:
     """A function of this module, in a process of its own."""
     code = f"from tests import test_compile as t; t.{call}"
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    path = os.pathsep.join([str(ROOT), *(os.path.abspath(p) for p in given if p)])
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code],
         cwd=folder, capture_output=True, text=True, check=False,
@@ -463,7 +475,7 @@ class TestPacking:
     def test_nothing_stays_on_the_callers_tensor(self, build: Build) -> None:
         """Not even where the graph broke and layers ran by themselves."""
         model = patched(build)
-        for module in sites(model):
+        for module in attention(model):
             module.register_forward_pre_hook(break_here)
         batch = static_batch([6, 8, 5])
         torch.compile(model, backend="eager")(**batch)
@@ -475,7 +487,7 @@ class TestPacking:
 
     def test_a_replaced_forward_is_found(self, build: Build) -> None:
         model = patched(build)
-        module = sites(model)[1]
+        module = attention(model)[1]
         module.forward = type(module).forward.__get__(module)
         with pytest.raises((PackingError, *NO_GRAPH), match="did not run packed"):
             torch.compile(model, backend="eager", fullgraph=True)(**static_batch([6, 8]))
@@ -501,7 +513,7 @@ class TestTraining:
     def test_checkpointing_of_a_broken_graph(self, build: Build) -> None:
         model = patched(build)
         eager = copy.deepcopy(model)
-        for module in sites(model)[1].children():
+        for module in attention(model)[1].children():
             module.register_forward_pre_hook(break_here)
         compiled = torch.compile(checkpointed(model, reentrant=False), backend="aot_eager")
         same_as_eager(model, compiled, reference=eager)
@@ -578,7 +590,7 @@ class TestWays:
         model = patched(build)
         other = copy.deepcopy(model) if way == "deepcopy" else pickle.loads(pickle.dumps(model))
         with torch.no_grad():
-            sites(other)[0].q_proj.weight.mul_(1.5)
+            attention(other)[0].q_proj.weight.mul_(1.5)
         for one in (other, model):
             torch._dynamo.reset()
             backend = Counting()
@@ -587,21 +599,20 @@ class TestWays:
 
 
 class TestBreaks:
-    @pytest.mark.parametrize("where", ["layer", "attention", "inside"])
+    @pytest.mark.parametrize("where", ["attention", "inside"])
     def test_a_broken_graph_is_right(self, build: Build, where: str) -> None:
         """Also where the layers differ: the second has a window, the first has none."""
         model = patched(build, "qwen2" if "qwen2" in FAMILIES else "mistral")
         eager = copy.deepcopy(model)
-        for layer, module in zip(model.model.layers, sites(model), strict=True):
-            inside = list(module.children())
-            for target in {"layer": [layer], "attention": [module], "inside": inside}[where]:
+        for module in attention(model):
+            for target in [module] if where == "attention" else module.children():
                 target.register_forward_pre_hook(break_here)
         same_as_eager(model, torch.compile(model, backend="eager"), reference=eager)
 
     def test_beyond_dynamos_limit_of_recompilations(self, build: Build) -> None:
-        model = patched(build, num_hidden_layers=12)
+        model = patched(build, num_hidden_layers=10)
         eager = copy.deepcopy(model)
-        for module in sites(model):
+        for module in attention(model):
             module.register_forward_pre_hook(break_here)
         same_as_eager(model, torch.compile(model, backend="eager"), reference=eager, close=2e-4)
 
