@@ -141,6 +141,59 @@ def test_resumed_in_the_middle_of_an_epoch() -> None:
     assert list(early) == second[3:]
 
 
+@pytest.mark.parametrize("persistent", [False, True])
+def test_the_state_of_a_loader_that_has_taken_all_batches_ahead(persistent: bool) -> None:
+    sampler = PackedBatchSampler(LENGTHS, CAPACITY)
+    loader = DataLoader(
+        Examples(),
+        batch_sampler=sampler,
+        collate_fn=DataCollatorWithFlattening(),
+        num_workers=2,
+        persistent_workers=persistent,
+    )
+    wanted = PackedBatchSampler(LENGTHS, CAPACITY)
+    for _ in range(2):
+        whole = list(wanted)
+        states = [sampler.state_dict(consumed=at) for at, _ in enumerate(loader, 1)]
+        for at in (1, len(whole) - 1, len(whole)):
+            resumed = PackedBatchSampler(LENGTHS, CAPACITY)
+            resumed.load_state_dict(states[at - 1])
+            assert list(resumed) == whole[at:]
+
+
+def test_a_loaded_state_is_not_thrown_away() -> None:
+    stopped = PackedBatchSampler(LENGTHS, CAPACITY)
+    whole, second = list(stopped), list(stopped)
+    stopped.set_epoch(1)
+    resumed = PackedBatchSampler(LENGTHS, CAPACITY)
+    resumed.load_state_dict(stopped.state_dict(consumed=5))
+    with pytest.raises(PackingError, match=r"set_epoch\(0\) .* batch 5 of epoch 1"):
+        resumed.set_epoch(0)
+    resumed.set_epoch(1)
+    assert list(resumed) == second[5:]
+    resumed.set_epoch(0)
+    assert list(resumed) == whole
+
+
+def test_resumed_in_a_loader_prepared_by_accelerate() -> None:
+    accelerate = pytest.importorskip("accelerate.data_loader")
+    state = {**PackedBatchSampler(LENGTHS, CAPACITY).state_dict(), "epoch": 1, "batch": 5}
+    sampler = PackedBatchSampler(LENGTHS, CAPACITY)
+    loader = accelerate.prepare_data_loader(
+        DataLoader(Examples(), batch_sampler=sampler, collate_fn=DataCollatorWithFlattening()),
+        put_on_device=False,
+    )
+    sampler.load_state_dict(state)
+    with pytest.raises(PackingError, match=r"loader\.set_epoch\(sampler\.epoch\)"):
+        next(iter(loader))
+    loader.set_epoch(sampler.epoch)
+    wanted = PackedBatchSampler(LENGTHS, CAPACITY)
+    list(wanted)
+    seen = [sorted(set(batch["input_ids"][0].tolist())) for batch in loader]
+    assert seen == [sorted(batch) for batch in list(wanted)[5:]]
+    assert {t for batch in loader for t in batch["input_ids"][0].tolist()} == set(range(203))
+
+
 def test_a_broken_off_epoch_starts_again() -> None:
     sampler = PackedBatchSampler(LENGTHS, CAPACITY)
     first = [batch for batch, _ in zip(sampler, range(3))]

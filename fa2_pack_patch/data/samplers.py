@@ -90,6 +90,8 @@ class PackedBatchSampler(Sampler):  # type: ignore[type-arg]
         self.divided = self.repeated = self.dropped = 0
         self._resume_at = 0
         self._given = 0
+        self._loaded = False  # a state waits for its pass
+        self._ended: Optional[int] = None  # the epoch of the last pass, if all of it was taken
         self._packed: Optional[tuple[int, list[Ints]]] = None
         self._bins()  # refuses what cannot be packed here and not in a worker's traceback
 
@@ -99,10 +101,22 @@ class PackedBatchSampler(Sampler):  # type: ignore[type-arg]
         return self
 
     def set_epoch(self, epoch: int) -> None:
-        """The epoch that the next pass is of; its permutation follows from seed and epoch."""
+        """The epoch that the next pass is of; its permutation follows from seed and epoch.
+
+        Raises:
+            PackingError: another epoch than that of a state that was loaded and not gone on from.
+        """
+        epoch = int(epoch)
         if epoch != self.epoch:
+            if self._loaded:
+                raise PackingError(
+                    f"set_epoch({epoch}) would throw away the loaded state, which goes on at batch "
+                    f"{self._resume_at} of epoch {self.epoch}. A loader prepared by accelerate "
+                    "counts epochs from 0 by itself: call loader.set_epoch(sampler.epoch) after "
+                    "load_state_dict."
+                )
             self._resume_at = self._given = 0
-        self.epoch = int(epoch)
+        self.epoch, self._ended = epoch, None
 
     def __len__(self) -> int:
         """Batches of this epoch on this process ("next_fit" shuffled: epochs differ)."""
@@ -111,11 +125,12 @@ class PackedBatchSampler(Sampler):  # type: ignore[type-arg]
     def __iter__(self) -> Iterator[list[int]]:
         batches, at = self._mine(), self._resume_at
         epoch, self._resume_at = self.epoch, 0
+        self._loaded, self._ended = False, None
         for number in range(at, len(batches)):
             self._given = number + 1
             yield batches[number].tolist()
         if self.epoch == epoch:
-            self.epoch, self._given = epoch + 1, 0
+            self.epoch, self._given, self._ended = epoch + 1, 0, epoch
 
     @property
     def density(self) -> float:
@@ -127,12 +142,15 @@ class PackedBatchSampler(Sampler):  # type: ignore[type-arg]
         """What :meth:`load_state_dict` goes on from.
 
         Args:
-            consumed: batches of this epoch that training has finished. By default those that were
-                taken from the sampler; a ``DataLoader`` with workers takes some ahead
+            consumed: batches of this epoch that training has finished, those before a resume
+                counted. By default those that were taken from the sampler; a ``DataLoader`` with
+                workers takes some ahead, and one prepared by accelerate one more
                 (``StatefulDataLoader`` accounts for them itself).
         """
-        batch = self._given if consumed is None else int(consumed)
-        return {"epoch": self.epoch, "batch": batch, "fingerprint": self._fingerprint()}
+        epoch, batch = self.epoch, self._given if consumed is None else int(consumed)
+        if consumed and self._ended is not None:
+            epoch = self._ended  # the loader has taken the last batches ahead of training
+        return {"epoch": epoch, "batch": batch, "fingerprint": self._fingerprint()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The next pass is the rest of the epoch that the state is from."""
@@ -144,6 +162,7 @@ class PackedBatchSampler(Sampler):  # type: ignore[type-arg]
             )
         self.epoch = int(state["epoch"])
         self._resume_at = self._given = int(state["batch"])
+        self._loaded, self._ended = True, None
 
     def _fingerprint(self) -> str:
         options = (
