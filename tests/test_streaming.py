@@ -171,6 +171,32 @@ def test_datasets_streams() -> None:
         assert sorted(ids(loader)) == list(range(len(EXAMPLES)))
 
 
+def test_passes_after_a_resumed_one_are_whole() -> None:
+    datasets = pytest.importorskip("datasets")
+    data = datasets.Dataset.from_list(EXAMPLES).to_iterable_dataset(num_shards=4)
+    stopped = stream(dataset=data)
+    stopped.set_epoch(2)
+    whole = list(stopped)
+    iterator = iter(stopped)
+    for _ in range(7):
+        next(iterator)
+    state = stopped.state_dict()
+    resumed = stream(dataset=datasets.Dataset.from_list(EXAMPLES).to_iterable_dataset(num_shards=4))
+    resumed.load_state_dict(state)
+    assert list(resumed) == whole[7:]
+    assert list(resumed) == whole and list(resumed) == whole
+
+
+def test_a_state_of_other_workers_or_processes_is_refused() -> None:
+    state = stream()
+    next(iter(state))
+    for options, workers in (({}, 2), ({"num_replicas": 2}, 0)):
+        resumed = stream(**options)
+        resumed.load_state_dict(state.state_dict())
+        with pytest.raises(PackingError, match="same num_replicas and num_workers"):
+            list(DataLoader(resumed, batch_size=None, collate_fn=list, num_workers=workers))
+
+
 def test_the_epoch_is_passed_on() -> None:
     data = Own()
     stream(dataset=data).set_epoch(3)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from bisect import bisect_right, insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Callable, Optional
 
 from torch.utils.data import IterableDataset, get_worker_info
@@ -94,7 +95,9 @@ class PackedIterableDataset(IterableDataset):  # type: ignore[type-arg]
 
     def __iter__(self) -> Iterator[list[Any]]:
         self._state, self._resume = self._resume or _fresh(), None
+        self._check_split()
         self.repeated = self.dropped = 0
+        source = self._source()
         buffer = _Buffer(self.capacity, self.max_examples)
         for example in self._state["buffer"]:
             buffer.add(example, self._size(example, self._state["read"]))
@@ -102,49 +105,80 @@ class PackedIterableDataset(IterableDataset):  # type: ignore[type-arg]
         # One group is held back, so that the last lists can be divided among the processes.
         most = count if count == 1 else 2 * count
         group: list[list[Any]] = list(self._state["pending"])
-        for held in self._lists(self._read(), buffer):
+        for held in self._lists(self._read(source), buffer):
             group.append(held)
             if len(group) == most:
-                self._note(buffer, group[count:])
+                self._note(buffer, group[count:], source)
                 yield group[self.rank]
                 group = group[count:]
         group = self._completed(group)
         while group:
-            self._note(buffer, group[count:])
+            self._note(buffer, group[count:], source)
             yield group[self.rank]
             group = group[count:]
         self._state = _fresh()
 
     def state_dict(self) -> dict[str, Any]:
         """Where the stream is and what the buffer holds; after a list was handed out, and with
-        workers for one worker's share (``StatefulDataLoader`` keeps each)."""
+        workers for one worker's share (``StatefulDataLoader`` keeps each; here, in the main
+        process, nothing is known of what workers did)."""
         return dict(self._state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The next pass goes on after the list that the state followed.
 
-        A data set with a ``load_state_dict`` of its own is asked to go on; any other is read again
-        up to where it was.
+        A data set with a ``load_state_dict`` of its own is asked to go on, in the epoch that it was
+        in; any other is read again up to where it was. (A ``datasets`` stream loses what is in its
+        own shuffle buffer, as it warns.)
+
+        Raises:
+            PackingError: when iterated, with other workers or ``num_replicas`` than the state's.
         """
         self._resume = dict(state)
 
-    def _note(self, buffer: _Buffer, pending: list[list[Any]]) -> None:
-        own = getattr(self.dataset, "state_dict", None)
+    def _note(self, buffer: _Buffer, pending: list[list[Any]], source: Any) -> None:
+        own = getattr(source, "state_dict", None)
         self._state = {
             "read": self._state["read"],
             "buffer": list(buffer.waiting.values()),
             "pending": pending,
             "dataset": own() if own is not None else None,
+            "split": self._split(),
         }
 
-    def _read(self) -> Iterator[Any]:
+    def _split(self) -> tuple[int, int, int]:
+        """How the stream is divided: number of processes, workers, this worker's."""
+        worker = get_worker_info()
+        workers = (worker.num_workers, worker.id) if worker else (0, 0)
+        return (self.num_replicas, *workers)
+
+    def _check_split(self) -> None:
+        given, mine = self._state.get("split"), self._split()
+        if given is not None and tuple(given) != mine:
+            names = "(num_replicas, workers, this worker)"
+            raise PackingError(
+                f"this state is of a stream divided as {names} = {tuple(given)}, this one is "
+                f"{mine}; go on with the same num_replicas and num_workers, and with workers "
+                "through a StatefulDataLoader, which keeps the state of each."
+            )
+
+    def _source(self) -> Any:
+        """The data set; to go on in the middle, a copy of it, so that later passes start anew."""
+        state = self._state["dataset"]
+        if state is None:
+            return self.dataset
+        source: Any = copy.copy(self.dataset)
+        if hasattr(source, "__dict__"):  # the copy of a datasets stream shares the original's
+            source.__dict__ = dict(vars(source))
+        if isinstance(state, Mapping) and "epoch" in state and hasattr(source, "set_epoch"):
+            source.set_epoch(state["epoch"])
+        source.load_state_dict(state)
+        return source
+
+    def _read(self, source: Iterable[Any]) -> Iterator[Any]:
         """This worker's examples, from where the state is."""
         worker = get_worker_info()
-        source: Iterable[Any] = self.dataset
-        skip = int(self._state["read"])
-        if self._state["dataset"] is not None:
-            self.dataset.load_state_dict(self._state["dataset"])  # type: ignore[attr-defined]
-            skip = 0
+        skip = int(self._state["read"]) if self._state["dataset"] is None else 0
         if worker is not None and not isinstance(source, IterableDataset):
             source = itertools.islice(iter(source), worker.id, None, worker.num_workers)
         return itertools.islice(iter(source), skip, None)
@@ -197,7 +231,7 @@ class PackedIterableDataset(IterableDataset):  # type: ignore[type-arg]
 
 
 def _fresh() -> dict[str, Any]:
-    return {"read": 0, "buffer": [], "pending": [], "dataset": None}
+    return {"read": 0, "buffer": [], "pending": [], "dataset": None, "split": None}
 
 
 class _Buffer:
