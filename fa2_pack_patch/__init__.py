@@ -13,6 +13,7 @@ from .errors import (
 )
 from .layout import PackedLayout
 from .patch import PatchReport
+from .verify import VerifyReport, verify
 
 __version__ = "0.1.0"
 
@@ -26,11 +27,13 @@ __all__ = [
     "UnsupportedModelError",
     "UnsupportedReleaseError",
     "Verdict",
+    "VerifyReport",
     "applied",
     "apply",
     "is_applied",
     "revert",
     "supports",
+    "verify",
 ]
 
 

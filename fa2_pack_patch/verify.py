@@ -1,0 +1,364 @@
+"""Proof on the user's own model: packed against separate, leaks, and every layer packed."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Optional, Union
+
+import torch
+
+from . import compat
+from .errors import Fa2PackPatchError
+from .hooks import in_place
+from .probe import (
+    Batch,
+    Examples,
+    Probe,
+    distance,
+    each,
+    embedded,
+    given_batch,
+    gradients_alone,
+    losses,
+    random_batches,
+    rounded,
+    sketches,
+    trained,
+    undisturbed,
+    weights_of,
+)
+
+#: Runs with other roundings, of which the largest error counts.
+_TRIALS = 2
+#: Packed and separate may each be off by PyTorch's own error.
+_SIDES = 2
+#: So many examples of a batch are changed, one after the other.
+_CHANGED = 8
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+
+
+@dataclass(frozen=True)
+class Check:
+    """One figure of a proof: it passed if ``value`` is not above ``allowed``.
+
+    Attributes:
+        name: what was compared.
+        value: how far it was off; infinite where the call failed.
+        allowed: what dtype and PyTorch's own error on this model explain.
+        passed: the outcome.
+        note: what was raised, where something was.
+    """
+
+    name: str
+    value: float
+    allowed: float
+    passed: bool
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What :func:`verify` found; its string is a small table.
+
+    Attributes:
+        passed: whether every check passed.
+        checks: the figures, in the order they were taken.
+        subject: the model's class, dtype and device, in words.
+    """
+
+    passed: bool
+    checks: tuple[Check, ...]
+    subject: str = ""
+    _model: Any = field(default=None, repr=False, compare=False)
+
+    def __bool__(self) -> bool:
+        return self.passed
+
+    def __str__(self) -> str:
+        width = max(len(c.name) for c in self.checks)
+        lines = [f"fa2_pack_patch verify: {'passed' if self.passed else 'FAILED'}, {self.subject}"]
+        lines.append(f"  {'check':{width}}  {'value':>9}  {'allowed':>9}")
+        for c in self.checks:
+            word = "" if c.passed else "  FAILED"
+            lines.append(f"  {c.name:{width}}  {c.value:9.2g}  {c.allowed:9.2g}{word}")
+        lines += [f"  {c.name}: {c.note}" for c in self.checks if c.note]
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON; an infinite value is ``null``."""
+        rows = [
+            {
+                "name": c.name,
+                "value": c.value if math.isfinite(c.value) else None,
+                "allowed": c.allowed,
+                "passed": c.passed,
+                "note": c.note,
+            }
+            for c in self.checks
+        ]
+        return {"passed": self.passed, "subject": self.subject, "checks": rows}
+
+    def plot(self, path: Union[str, Path]) -> None:
+        """Draw which input token changes which output token, stock and patched side by side.
+
+        The model that was verified must still exist, as it was. The format is that of the path's
+        suffix.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+            RuntimeError: the model is gone.
+        """
+        from .plots import draw_leaks
+
+        model = self._model() if self._model is not None else None
+        if model is None:
+            raise RuntimeError(
+                "the verified model no longer exists, so its leak map cannot be drawn; keep the "
+                "model until after plot()."
+            )
+        draw_leaks(model, Path(path))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_model": None}
+
+
+def verify(model: torch.nn.Module, *, examples: Optional[Examples] = None) -> VerifyReport:
+    """Prove on a model, as it is and where it is, that its packed rows are right.
+
+    Packed is compared with the same model run on each example by itself (logits; gradients too if
+    they are on and a parameter requires them), each example is changed to see whether another one
+    notices, and every attention layer must have run packed. Tolerances are twice the error that
+    PyTorch itself makes on this model, measured by rounding every module's output otherwise.
+
+    Random state, training modes, ``.grad``, buffers and config are as before afterwards. The model
+    runs in evaluation mode: dropout is off. No other thread may use the model meanwhile.
+
+    Args:
+        model: a patched model, or a wrapper around it.
+        examples: sequences of token ids, which are packed into one row; or a packed batch
+            (``input_ids`` (rows, tokens) and ``position_ids``, …). A few short random ones by
+            default, one of them longer than the sliding window if that is at most 1024.
+
+    Returns:
+        A report, which is true in a condition if all checks passed. It did not pass on a model
+        that is not patched.
+
+    Raises:
+        UnsupportedModelError: the model holds no known family.
+        PackingError: ``examples`` cannot be packed.
+    """
+    probe = Probe.of(model)
+    vocabulary = int(getattr(probe.base.config, "vocab_size"))  # noqa: B009
+    if examples is None:
+        window = getattr(probe.base.config, "sliding_window", None)
+        batches = random_batches(vocabulary, window if isinstance(window, int) else None)
+    else:
+        batches = [given_batch(examples)]
+    with_gradients = torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
+    with undisturbed(model):
+        checks = _Proof(probe, vocabulary).run(batches, with_gradients)
+    weight = next(probe.base.parameters())
+    return VerifyReport(
+        passed=all(c.passed for c in checks),
+        checks=tuple(checks),
+        subject=f"{type(model).__name__}, {weight.dtype}, {probe.device}, transformers "
+        f"{compat.release()}, torch {torch.__version__}",
+        _model=weakref.ref(model),
+    )
+
+
+def _check(name: str, value: float, allowed: float, note: str = "") -> Check:
+    return Check(name, value, allowed, value <= allowed, note)
+
+
+def _why(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
+
+
+class _Proof:
+    """The checks of one model."""
+
+    def __init__(self, probe: Probe, vocabulary: int) -> None:
+        self.probe = probe
+        self.vocabulary = vocabulary
+        self.checks: list[Check] = []
+
+    def run(self, batches: Sequence[Batch], with_gradients: bool) -> list[Check]:
+        for batch in batches:
+            with torch.no_grad():
+                self._logits(batch)
+        if with_gradients:
+            self._gradients(batches[-1])
+        return self.checks
+
+    def _logits(self, batch: Batch) -> None:
+        probe, pieces = self.probe, batch.pieces
+        alone = each(probe.alone, pieces)
+        own = self._own(batch, alone)
+        out = None
+        note = ""
+        with probe.recorded() as runs:
+            try:
+                out = probe.packed(batch).detach()
+            except torch.cuda.OutOfMemoryError:
+                raise
+            except Exception as error:
+                note = _why(error)
+            missing = self._missing(runs)
+        value = math.inf
+        if out is not None:
+            places = iter([out[p.place] for p in pieces])
+            packed = each(lambda _: next(places), pieces)
+            value = max(distance(p, a) for p, a in zip(packed, alone))
+        self.checks += [
+            _check(f"layers not packed, {batch.name}", missing, 0, note),
+            _check(f"logits, {batch.name}", value, _SIDES * own),
+        ]
+        self._power(batch, alone, _SIDES * own)
+        self._perturb(batch, out, _SIDES * own)
+
+    def _own(self, batch: Batch, alone: Sequence[torch.Tensor]) -> float:
+        """PyTorch's own error on these examples."""
+        worst = 0.0
+        for seed in range(_TRIALS):
+            with rounded(self.probe.reference, seed):
+                again = each(self.probe.alone, batch.pieces)
+            worst = max([worst, *(distance(g, a) for g, a in zip(again, alone))])
+        return worst
+
+    def _missing(self, runs: Sequence[Any]) -> int:
+        patch, layers = self.probe.patch, self.probe.layers
+        if patch is None:
+            return layers
+        if runs:
+            return max(layers - len(run.done) for run in runs)
+        if any(hasattr(m, "_orig_mod") for m in (self.probe.model, *self.probe.model.modules())):
+            return layers - sum(in_place(site) for site in patch.sites)  # inside of a graph
+        return layers
+
+    def _power(self, batch: Batch, alone: Sequence[torch.Tensor], allowed: float) -> None:
+        """Is the tolerance small against what mixing examples does?"""
+        try:
+            mixed = iter(self.probe.mixed(batch))
+        except (IndexError, RuntimeError):  # more tokens than the model has positions
+            return
+        mixed_of = each(lambda _: next(mixed), batch.pieces)
+        effect = max(distance(m, a) for m, a in zip(mixed_of, alone))
+        name = f"tolerance against mixing, {batch.name}"
+        self.checks.append(_check(name, allowed, effect / _SIDES))
+
+    def _perturb(self, batch: Batch, out: Optional[torch.Tensor], allowed: float) -> None:
+        """Change the tokens of one example, or of the padding: nobody else may notice."""
+        name, worst, note = f"others when one changes, {batch.name}", 0.0, ""
+        if out is None:
+            self.checks.append(_check(name, math.inf, 0))
+            return
+        try:
+            if self._exact(batch, out):
+                allowed = 0.0
+            ids = batch.kwargs["input_ids"].cpu()
+            step = max(1, math.ceil(len(batch.pieces) / _CHANGED))
+            for n in [*range(0, len(batch.pieces), step), None]:
+                changed = ids.clone()
+                where: Any = batch.padding if n is None else batch.pieces[n].place
+                if where is None:
+                    continue
+                changed[where] = (changed[where] + 1 + self.vocabulary // 3) % self.vocabulary
+                after = self.probe.packed(batch, input_ids=changed)
+                for m, piece in enumerate(batch.pieces):
+                    if m != n:
+                        worst = max(worst, distance(after[piece.place], out[piece.place]))
+        except Fa2PackPatchError as error:
+            worst, note = math.inf, _why(error)
+        self.checks.append(_check(name, worst, allowed, note))
+
+    def _exact(self, batch: Batch, out: torch.Tensor) -> bool:
+        """Whether this model's arithmetic on one token is the same whatever the others are.
+
+        Not with experts, which are given other numbers of tokens, nor with 8-bit weights, which
+        look for outliers in the whole batch, nor if a repeated call differs.
+        """
+        config: Any = self.probe.base.config
+        holders = (config, getattr(config, "ffn_config", None))
+        if any((getattr(h, n, None) or 0) > 1 for h in holders for n in _EXPERTS):
+            return False
+        if getattr(self.probe.reference, "is_loaded_in_8bit", False):
+            return False
+        return torch.equal(self.probe.packed(batch), out)
+
+    def _gradients(self, batch: Batch) -> None:
+        probe, pieces = self.probe, batch.pieces
+        with torch.no_grad():
+            weights = weights_of(pieces, each(probe.alone, pieces[:1]) * len(pieces))
+        tokens, sums = gradients_alone(probe, pieces, weights)
+        trials = []
+        for seed in range(_TRIALS):
+            with rounded(probe.reference, seed):
+                trials.append(gradients_alone(probe, pieces, weights))
+        parameters = trained(probe)
+        names = ("gradients of inputs", "gradients of parameters", "gradients across examples")
+        try:
+            with embedded(probe) as seen:
+                out = probe.packed(batch)
+                parts = losses(out, batch, weights)
+                inputs = [seen[-1], *parameters.values()]
+                total = torch.stack([p.to(parts[0].device) for p in parts]).sum()
+                found = torch.autograd.grad(total, inputs, retain_graph=True, allow_unused=True)
+                foreign = self._foreign(parts, seen[-1], batch)
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except Exception as error:
+            note = _why(error)
+            self.checks += [_check(n, math.inf, 0, note) for n in names[:1]]
+            return
+        assert found[0] is not None
+        packed = [found[0][p.place].detach().float().cpu() for p in pieces]
+        value = max(distance(g, w) for g, w in zip(packed, tokens))
+        own = max(distance(g, w) for trial, _ in trials for g, w in zip(trial, tokens))
+        self.checks.append(_check(names[0], value, _SIDES * own))
+        got = sketches(list(parameters), found[1:])
+        if sums:
+            self._parameters(names[1], got, sums, [t for _, t in trials], len(pieces))
+        self.checks.append(_check(names[2], foreign, 0))
+
+    def _parameters(
+        self,
+        name: str,
+        got: dict[str, torch.Tensor],
+        want: dict[str, torch.Tensor],
+        trials: Sequence[dict[str, torch.Tensor]],
+        examples: int,
+    ) -> None:
+        """The parameter that is furthest from what is allowed for it."""
+        kinds = trained(self.probe)
+        worst: tuple[float, float, float, str] = (-1.0, 0.0, 0.0, "")
+        for label, wanted in want.items():
+            size = float(wanted.norm()) or 1.0
+            value = math.inf
+            if label in got:
+                value = float((got[label] - wanted).norm()) / size
+            value = value if math.isfinite(value) else math.inf
+            own = max(float((t[label] - wanted).norm()) for t in trials) / size
+            own += examples * torch.finfo(kinds[label].dtype).eps  # one rounding for each sum
+            allowed = _SIDES * own
+            if value / allowed > worst[0]:
+                worst = value / allowed, value, allowed, label
+        note = f"furthest off is {worst[3]}" if worst[0] > 1 else ""
+        self.checks.append(_check(name, worst[1], worst[2], note))
+
+    @staticmethod
+    def _foreign(parts: Sequence[torch.Tensor], inputs: torch.Tensor, batch: Batch) -> float:
+        """The largest gradient of an example's outputs by another's inputs; must be exactly 0."""
+        worst = 0.0
+        step = max(1, math.ceil(len(parts) / _CHANGED))
+        for n in range(0, len(parts), step):
+            (gradient,) = torch.autograd.grad(parts[n], inputs, retain_graph=True)
+            gradient = gradient.detach().clone()
+            gradient[batch.pieces[n].place] = 0
+            found = float(gradient.abs().max())
+            worst = max(worst, found if math.isfinite(found) else math.inf)
+        return worst
