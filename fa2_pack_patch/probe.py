@@ -280,17 +280,18 @@ def _output(out: Any) -> torch.Tensor:
 def unit(tensor: torch.Tensor) -> float:
     """The relative rounding error of one matrix product whose result is ``tensor``, as a deviation.
 
-    One rounding to its dtype, and those of a sum of as many terms as it is wide, which PyTorch
-    accumulates in float32 or better; errors of a sum grow with the root of its length. A rounding
-    is off by anything within half an epsilon, which deviates by epsilon / sqrt(12).
+    One rounding to its dtype, and those of a sum of as many terms as it is wide in float32, in
+    which PyTorch accumulates half precision and Transformers computes norms, softmax and rotary
+    phases of any dtype; errors of a sum grow with the root of its length. A rounding is off by
+    anything within half an epsilon, which deviates by epsilon / sqrt(12).
     """
-    wide = tensor.dtype if tensor.dtype.itemsize >= 4 else torch.float32
-    accumulated = torch.finfo(wide).eps
-    cuda = tensor.device.type == "cuda" and wide == torch.float32
-    if cuda and tensor.dtype == wide and torch.get_float32_matmul_precision() != "highest":
+    accumulated = torch.finfo(torch.float32).eps
+    coarse = torch.get_float32_matmul_precision() != "highest"
+    if coarse and tensor.device.type == "cuda" and tensor.dtype == torch.float32:
         accumulated = 2.0**-10  # TF32
     width = tensor.shape[-1] if tensor.dim() else 1
-    return float(torch.finfo(tensor.dtype).eps + math.sqrt(width) * accumulated) / math.sqrt(12)
+    own = torch.finfo(tensor.dtype).eps
+    return float(own + math.sqrt(width) * accumulated) / math.sqrt(12)
 
 
 @contextmanager
@@ -450,7 +451,7 @@ def gradients_alone(
             inputs = [seen[-1], *parameters.values()]
             found = torch.autograd.grad(loss, inputs, allow_unused=True)
         assert found[0] is not None
-        tokens.append(found[0][0].detach().float().cpu())
+        tokens.append(found[0][0].detach().cpu())
         for name, sketch in sketches(list(parameters), found[1:]).items():
             total[name] = total[name] + sketch if name in total else sketch
     return tokens, total

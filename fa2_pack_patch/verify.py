@@ -316,7 +316,7 @@ class _Proof:
             self.checks += [_check(n, math.inf, 0, note) for n in names[:1]]
             return
         assert found[0] is not None
-        packed = [found[0][p.place].detach().float().cpu() for p in pieces]
+        packed = [found[0][p.place].detach().cpu() for p in pieces]
         value = max(distance(g, w) for g, w in zip(packed, tokens))
         own = max(distance(g, w) for trial, _ in trials for g, w in zip(trial, tokens))
         self.checks.append(_check(names[0], value, _SIDES * own))
