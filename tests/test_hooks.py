@@ -108,6 +108,41 @@ def test_recompute_of_offloaded_activations(build: Build) -> None:
         assert torch.allclose(parameter.grad, want[name], atol=LIMIT), name
 
 
+def test_moved_positions_lead_to_their_layout(build: Build, packed: Call) -> None:
+    """Offloading frameworks give a recompute other tensors of the same values."""
+    model = build("llama", "sdpa")
+    fpp.apply(model)
+    attention = model.model.layers[1].self_attn
+    seen: dict[str, Any] = {}
+
+    def keep(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        seen.update(args=args, kwargs=kwargs, output=output[0])
+
+    handle = attention.register_forward_hook(keep, with_kwargs=True)
+    out = model(**packed.kwargs)
+    handle.remove()
+    moved = {**seen["kwargs"], "position_ids": seen["kwargs"]["position_ids"].clone()}
+    again = attention(*seen["args"], **moved)[0]
+    assert torch.equal(again, seen["output"]) and out.logits.requires_grad
+
+
+def test_a_run_is_one_model_s_own(build: Build, packed: Call) -> None:
+    """A model that is called inside of another, with its positions, counts layers of its own."""
+    student, teacher = build("llama", "sdpa"), build("llama", "sdpa")
+    fpp.apply(student)
+    fpp.apply(teacher)
+    broken = teacher.model.layers[0].self_attn
+    broken.forward = type(broken).forward.__get__(broken)  # somebody's patch after ours
+
+    def ask(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        call = {**packed.kwargs, "position_ids": kwargs["position_ids"], "use_cache": False}
+        teacher(**call)
+
+    student.model.layers[1].self_attn.register_forward_hook(ask, with_kwargs=True)
+    with torch.no_grad(), pytest.raises(fpp.PackingError, match="1 of 2 attention layers"):
+        student(**packed.kwargs)
+
+
 def test_no_gradient_reaches_another_example(build: Build) -> None:
     model = build("llama", "sdpa")
     fpp.apply(model)
