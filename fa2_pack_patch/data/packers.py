@@ -268,25 +268,27 @@ def _balanced(descending: Ints, capacity: int, most: int, bins: int) -> Ints:
     where = np.empty(len(descending), dtype=np.int64)
     room, held = [capacity] * bins, [0] * bins
     heap = [(0, at) for at in range(bins)]
+    waiting: list[tuple[int, int, int]] = []  # too full now, by their room for what is shorter
     used = bins
     for item, size in enumerate(descending[:heavy].tolist()):
-        aside = []
+        while waiting and -waiting[0][0] >= size:
+            _, at, cost = heapq.heappop(waiting)
+            heapq.heappush(heap, (cost, at))
         while heap and (room[heap[0][1]] < size or held[heap[0][1]] == most):
-            aside.append(heapq.heappop(heap))
+            cost, at = heapq.heappop(heap)
+            if held[at] < most:
+                heapq.heappush(waiting, (-room[at], at, cost))
         if heap:
             cost, at = heap[0]
             heapq.heapreplace(heap, (cost + size * size, at))
         else:
-            cost, at, used = 0, used, used + 1
+            at, used = used, used + 1
             room.append(capacity)
             held.append(0)
             heapq.heappush(heap, (size * size, at))
         where[item] = at
         room[at] -= size
         held[at] += 1
-        for entry in aside:
-            if room[entry[1]] * _LIGHT > capacity and held[entry[1]] < most:
-                heapq.heappush(heap, entry)
     rooms = _Rooms()
     groups: dict[tuple[int, int], list[int]] = {}
     for at in range(used):
