@@ -309,3 +309,62 @@ def test_a_patched_model_gives_what_separate_examples_give(
         if len(ids) > 1
     ]
     torch.testing.assert_close(out.loss, sum(losses) / 5, atol=2e-5, rtol=0)
+
+
+def test_arrays_of_any_layout() -> None:
+    pandas = pytest.importorskip("pandas")
+    wanted = [3, 2, 60000]
+    arrays = [
+        numpy.array(wanted[::-1])[::-1],
+        numpy.array(wanted, dtype=">i4"),
+        numpy.array(wanted, dtype=numpy.uint16),
+        pandas.Series(wanted, index=[7, 8, 9]),
+    ]
+    for array in arrays:
+        batch = DataCollatorWithFlattening()([{"input_ids": array}])
+        assert batch["input_ids"].tolist() == [wanted]
+
+
+@pytest.mark.parametrize("value", [2**70, 1j, numpy.array([2**63], dtype=numpy.uint64)])
+def test_numbers_that_do_not_fit_are_refused(value: Any) -> None:
+    with pytest.raises(PackingError, match="'w' of example 0 is"):
+        DataCollatorWithFlattening()([{"input_ids": [1], "w": value}])
+
+
+def test_labels_are_integers() -> None:
+    with pytest.raises(PackingError, match="labels of example 1 are torch.float32"):
+        DataCollatorWithFlattening()(
+            [{"input_ids": [1], "labels": [1]}, {"input_ids": [1], "labels": [float("nan")]}]
+        )
+
+
+def test_columns_are_no_examples() -> None:
+    with pytest.raises(PackingError, match=r"not dataset\[:4\]"):
+        DataCollatorWithFlattening()({"input_ids": [[1, 2], [3]]})  # type: ignore[arg-type]
+
+
+def test_an_iterator_goes_through_an_inner_collator() -> None:
+    def inner(features: Any) -> Any:
+        return {"input_ids": torch.tensor([f["input_ids"] for f in features])}
+
+    batch = DataCollatorWithFlattening(inner=inner)(iter([{"input_ids": [1, 2]}]))  # type: ignore[arg-type]
+    assert batch["input_ids"].tolist() == [[1, 2]]
+
+
+def test_padding_needs_a_token() -> None:
+    DataCollatorWithFlattening(pad_token_id=None)([{"input_ids": [1]}])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="pad_token_id must be an integer, got None"):
+        DataCollatorWithFlattening(pad_to_multiple_of=8, pad_token_id=None)  # type: ignore[arg-type]
+
+
+def test_weights_leave_their_gradient_and_numpy_gets_bfloat16_as_float32() -> None:
+    weights = torch.tensor([0.5, 2.0], dtype=torch.bfloat16, requires_grad=True)
+    batch = DataCollatorWithFlattening(return_tensors="np")([{"input_ids": [1, 2], "w": weights}])
+    assert batch["w"].dtype == numpy.float32 and batch["w"].tolist() == [[0.5, 2.0]]
+
+
+def test_lengths_are_python_ints_whatever_was_given() -> None:
+    collator = DataCollatorWithFlattening(
+        tokens=8, max_examples=3, max_length=numpy.int64(4), return_flash_attn_kwargs=True
+    )
+    assert type(collator([{"input_ids": [1, 2]}])["max_length_q"]) is int

@@ -6,7 +6,6 @@ follow the collator of that name in Transformers 5.24 (``transformers/data/data_
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any, Callable, Optional
 
@@ -104,6 +103,11 @@ class DataCollatorWithFlattening:
                 f"static rows need tokens and max_examples, got tokens={tokens!r}, "
                 f"max_examples={max_examples!r}; give both or neither."
             )
+        if pad_token_id is None and (tokens is not None or pad_to_multiple_of is not None):
+            raise ValueError(
+                "pad_token_id must be an integer, got None: the tokenizer has none. Leave it out, "
+                "or give any token: padding is masked."
+            )
         if tokens is not None and pad_to_multiple_of is not None:
             raise ValueError(
                 f"tokens={tokens} fixes the row already; leave out "
@@ -118,12 +122,12 @@ class DataCollatorWithFlattening:
         self.return_flash_attn_kwargs = return_flash_attn_kwargs
         self.return_seq_idx = return_seq_idx
         self.position_ids_start = position_ids_start
-        self.pad_to_multiple_of = pad_to_multiple_of
-        self.max_length = max_length
+        self.pad_to_multiple_of = None if pad_to_multiple_of is None else int(pad_to_multiple_of)
+        self.max_length = None if max_length is None else int(max_length)
         self.truncation = truncation
         self.pad_token_id = pad_token_id
-        self.tokens = tokens
-        self.max_examples = max_examples
+        self.tokens = None if tokens is None else int(tokens)
+        self.max_examples = None if max_examples is None else int(max_examples)
         self.inner = inner
         self.return_tensors = return_tensors
 
@@ -137,9 +141,15 @@ class DataCollatorWithFlattening:
         kind = return_tensors or self.return_tensors
         if kind not in ("pt", "np"):
             raise ValueError(f'return_tensors must be "pt" or "np", got {kind!r}.')
-        given: Sequence[Feature] = list(features)
+        given: Sequence[Feature] = [] if isinstance(features, Mapping) else list(features)
+        if isinstance(features, Mapping) or any(not hasattr(f, "items") for f in given):
+            raise PackingError(
+                f"give a list of examples, each a mapping with input_ids, got a "
+                f"{type(features).__name__}; of a data set, [dataset[n] for n in range(4)] and not "
+                "dataset[:4], which is a mapping of columns."
+            )
         if self.inner is not None:
-            given = rows_of(self.inner(list(features)))
+            given = rows_of(self.inner(list(given)))
         labelled = [feature.get("labels") is not None for feature in given]
         if any(labelled) and not all(labelled):
             raise PackingError(
@@ -181,7 +191,7 @@ class DataCollatorWithFlattening:
             values = [e[key] for e in examples]
             batch[key] = _row(values, pad, 0) if values[0].dim() else torch.stack(values)
         if kind == "np":
-            return {k: v.numpy() if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+            return {k: _numpy(v) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
         return batch
 
     def _example(self, feature: Feature, at: int) -> dict[str, torch.Tensor]:
@@ -198,6 +208,11 @@ class DataCollatorWithFlattening:
         result = {"input_ids": ids, "labels": ids}
         if feature.get("labels") is not None:
             result["labels"] = self._aligned(feature, "labels", at, length)
+            if result["labels"].is_floating_point():
+                raise PackingError(
+                    f"labels of example {at} are {result['labels'].dtype}; they must be integers, "
+                    "with -100 where there is no target."
+                )
         keep = torch.ones(length, dtype=torch.bool)
         if feature.get("attention_mask") is not None:
             keep = self._aligned(feature, "attention_mask", at, length) != 0
@@ -314,21 +329,43 @@ def rows_of(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _numbers(value: Any, key: str, at: int) -> torch.Tensor:
-    """A feature's value as an int64, float32 or float64 tensor of its own."""
-    try:
-        tensor = torch.as_tensor(value)
-    except (TypeError, ValueError, RuntimeError):
-        tensor = None
-    text = isinstance(value, (str, bytes)) or tensor is None
-    if text and not isinstance(value, numbers.Number):
+    """A feature's value as a tensor, int64 or of its own float type, without gradient."""
+    tensor = _tensor(value)
+    if tensor is None or tensor.is_complex():
         raise PackingError(
             f"{key!r} of example {at} is {type(value).__name__} {str(value)[:60]!r}; only numbers "
-            "can be carried into a packed row. Remove the column (remove_unused_columns)."
+            "(bool, int64, float) can be carried into a packed row. Remove the column "
+            "(remove_unused_columns)."
         )
-    assert tensor is not None
     if not tensor.numel():
         return tensor.to(torch.int64)
-    return tensor if tensor.is_floating_point() else tensor.to(torch.int64)
+    return tensor.detach() if tensor.is_floating_point() else tensor.to(torch.int64)
+
+
+def _tensor(value: Any) -> Optional[torch.Tensor]:
+    """A tensor of the value, or None; arrays and series of any layout, byte order and index."""
+    if isinstance(value, (str, bytes)):
+        return None
+    try:
+        if isinstance(value, torch.Tensor) or not hasattr(value, "__array__"):
+            return torch.as_tensor(value)
+        import numpy as np
+
+        array = np.asarray(value)
+        if array.dtype.kind == "f":
+            return torch.from_numpy(array.astype(array.dtype.newbyteorder("=")))
+        whole = array.dtype.kind in "biu"
+        if whole and array.dtype == np.uint64 and array.size and int(array.max()) >= 2**63:
+            return None
+        return torch.from_numpy(array.astype(np.int64)) if whole else None
+    except (TypeError, ValueError, RuntimeError):
+        return None
+
+
+def _numpy(tensor: torch.Tensor) -> Any:
+    if tensor.dtype == torch.bfloat16:  # numpy has none
+        tensor = tensor.float()
+    return tensor.numpy()
 
 
 def _row(parts: list[torch.Tensor], pad: int, value: float) -> torch.Tensor:
