@@ -95,11 +95,9 @@ MUTANTS = [
     ),
     _m("a layer is skipped", "hooks.py", "        if run is None:\n            if self.before", "        if run is None or site.index == 1:\n            if self.before"),
     _m("missed layers are not counted", "hooks.py", "missed = ", "missed = [] and ", numbers=False),
-    _m("the mask stays", "hooks.py", '        call["attention_mask"] = None\n        if self.patch', "        if self.patch"),
     _m("a cache is built", "hooks.py", '        call["use_cache"] = False\n        mask = call', "        mask = call", numbers=False),
     _m("first tokens stay targets", "reading.py", "    flat.index_fill_(0, starts, -100)\n", ""),
     _m("output_attentions passes", "hooks.py", "        if wants:\n", "        if False:\n", numbers=False),
-    _m("a filled cache passes", "hooks.py", "        if cache is not None:\n            raise", "        if False:\n            raise", numbers=False),
     _m("contradictory lengths pass", "reading.py", "            if extra:\n", "            if False:\n", numbers=False),
     _m("a short max_length passes", "reading.py", "if int(varlen[name]) < layout.max_seqlen:", "if False:", numbers=False),
     # what each layer computes

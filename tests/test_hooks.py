@@ -143,6 +143,22 @@ def test_a_run_is_one_model_s_own(build: Build, packed: Call) -> None:
         student(**packed.kwargs)
 
 
+def test_no_cache_is_built(build: Build, packed: Call) -> None:
+    model = build("llama", "sdpa")
+    fpp.apply(model)
+    assert not model(**packed.kwargs).past_key_values
+    assert model(input_ids=packed.kwargs["input_ids"]).past_key_values
+
+
+def test_a_max_length_below_the_longest_example_is_refused(build: Build) -> None:
+    model = build("llama", "sdpa")
+    fpp.apply(model)
+    call = next(kind for kind in KINDS if kind.name == "varlen").make(model).kwargs
+    call["max_length_k"] = 10
+    with pytest.raises(fpp.PackingError, match=r"max_length_k is 10, but the longest .* 11 tokens"):
+        model(**call)
+
+
 def test_no_gradient_reaches_another_example(build: Build) -> None:
     model = build("llama", "sdpa")
     fpp.apply(model)
