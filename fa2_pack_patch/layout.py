@@ -40,7 +40,7 @@ class PackedLayout:
         padding: for each example whether it is a run of padding and no example of the caller's.
     """
 
-    cu_seqlens: torch.Tensor
+    cu_seqlens: torch.Tensor = field(compare=False)  # follows from lengths
     lengths: tuple[int, ...]
     max_seqlen: int
     tokens: int
@@ -253,7 +253,9 @@ class PackedLayout:
             hidden: ``(rows, tokens, ...)`` or ``(tokens, ...)``, as for :meth:`split`.
         """
         ends = [s + n - 1 for s, n, pad in self._spans() if not pad]
-        return self._flat(hidden).index_select(0, upload(torch.tensor(ends), hidden.device))
+        return self._flat(hidden).index_select(
+            0, upload(torch.tensor(ends, dtype=torch.int64), hidden.device)
+        )
 
     def pad(
         self, tensor: torch.Tensor, value: float = 0, *, side: str = "right"

@@ -125,13 +125,9 @@ def test_static_padding_beyond_max_length_is_cut() -> None:
         tokens=10, max_examples=3, max_length=4, return_flash_attn_kwargs=True
     )
     row = collator([{"input_ids": [1, 2, 3]}])
-    assert row["cu_seq_lens_q"].tolist() == [0, 3, 7, 10, 10]
+    assert row["cu_seq_lens_q"].tolist() == [0, 3, 7, 10, 10, 10, 10]
     assert row["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 0, 1, 2]]
     assert row["max_length_q"] == 4
-    with pytest.raises(PackingError, match=r"needs 5 entries.*max_examples=2 gives 4"):
-        DataCollatorWithFlattening(
-            tokens=12, max_examples=2, max_length=3, return_flash_attn_kwargs=True
-        )([{"input_ids": [1, 2, 3]}])
 
 
 @pytest.mark.parametrize("lengths", [[11], [1] * 6, [5, 6]])
@@ -368,3 +364,14 @@ def test_lengths_are_python_ints_whatever_was_given() -> None:
         tokens=8, max_examples=3, max_length=numpy.int64(4), return_flash_attn_kwargs=True
     )
     assert type(collator([{"input_ids": [1, 2]}])["max_length_q"]) is int
+
+
+@pytest.mark.parametrize("examples", [1, 2, 3])
+def test_short_examples_never_overflow_a_static_row(examples: int) -> None:
+    collator = DataCollatorWithFlattening(
+        tokens=64, max_examples=3, max_length=8, return_flash_attn_kwargs=True
+    )
+    batch = collator([{"input_ids": [1, 2]}] * examples)
+    layout = PackedLayout.from_batch(batch)
+    assert len(batch["cu_seq_lens_q"]) == 3 + 1 + 64 // 8
+    assert sum(not pad for pad in layout.padding) == examples and layout.max_seqlen <= 8

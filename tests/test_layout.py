@@ -153,3 +153,15 @@ def test_split_round_trip() -> None:
 def test_mask_is_block_causal() -> None:
     expected = torch.tensor([[1, 0, 0], [0, 1, 0], [0, 1, 1]], dtype=torch.bool)
     assert torch.equal(PackedLayout.from_lengths([1, 2]).mask(), expected)
+
+
+def test_layouts_of_the_same_examples_are_equal() -> None:
+    one, two = PackedLayout.from_lengths([1, 2]), PackedLayout.from_lengths([1, 2])
+    assert one == two and hash(one) == hash(two)
+    assert one != PackedLayout.from_lengths([2, 1])
+    assert one != PackedLayout.from_lengths([1, 2], padding=[False, True])
+
+
+def test_the_last_tokens_of_padding_alone_are_none() -> None:
+    layout = PackedLayout.from_lengths([3], padding=[True])
+    assert layout.gather_last(torch.zeros(3, 2)).shape == (0, 2)

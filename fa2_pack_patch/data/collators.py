@@ -55,9 +55,10 @@ class DataCollatorWithFlattening:
             ``max_length_q/k``.
         truncation: cut longer examples to ``max_length`` instead of refusing them.
         pad_token_id: ``input_ids`` of padding.
-        tokens: the static mode: every row has exactly so many tokens, ``cu_seq_lens`` always
-            ``max_examples + 2`` entries (the last value repeated) and ``max_length_q/k`` is fixed,
-            so that a compiled step is compiled once.
+        tokens: the static mode: every row has exactly so many tokens, ``cu_seq_lens`` always as
+            many entries (the last value repeated; ``max_examples + 2``, more with a ``max_length``,
+            above which padding takes several) and ``max_length_q/k`` is fixed, so that a compiled
+            step is compiled once.
         max_examples: the most examples a static row may hold.
         inner: another collator whose labels are wanted: it is called first, and its rows are taken
             apart by their ``attention_mask``.
@@ -277,13 +278,7 @@ class DataCollatorWithFlattening:
         longest = max(spans)
         if self.tokens is not None:
             assert self.max_examples is not None
-            entries = self.max_examples + 2
-            if len(cu) > entries:
-                raise PackingError(
-                    f"this static row needs {len(cu)} entries of cu_seq_lens, but "
-                    f"max_examples={self.max_examples} gives {entries}: its padding is more than "
-                    f"max_length={self.max_length}, which takes several. Raise one of the two."
-                )
+            entries = self.max_examples + 1 + len(self._runs(self.tokens))
             cu = torch.cat([cu, cu.new_full((entries - len(cu),), self.tokens)])
             longest = self.max_length or self.tokens
         varlen: Batch = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu.clone()}
