@@ -102,7 +102,7 @@ MUTANTS = [
     _m("a short max_length passes", "reading.py", "if int(varlen[name]) < layout.max_seqlen:", "if False:", numbers=False),
     # what each layer computes
     _m("the window is dropped", "patch.py", "return int(width) + (1 if rule.window == \"W+1\" else 0)", "return None"),
-    _m("the window is one wider", "patch.py", "return int(width) + (1 if", "return int(width) + (2 if"),
+    _m("the window is one wider", "patch.py", "return int(width) + (1 if", "return int(width) + 1 + (1 if"),
     _m("the window is in all layers", "patch.py", '        if rule.layers == "kernel" and not handed_window:\n            return None\n', ""),
     _m("the scale is dropped", "patch.py", "        if rule.scale == \"default\":\n            scale = None\n", "        scale = None\n"),
     _m("the softcap is dropped", "patch.py", "softcap if rule.softcap else None", "None"),
