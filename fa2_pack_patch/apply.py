@@ -8,7 +8,7 @@ from typing import Any, Optional
 
 import torch
 
-from . import compat, kernels
+from . import compat, kernels, twin
 from .detect import Detection, Verdict, detect, find_base, is_pretrained, judge_config
 from .errors import UnsupportedModelError
 from .hooks import CountHook, ModelHook, PackedForward
@@ -30,14 +30,17 @@ def apply(
         model: a causal language model of a supported family, its bare base model, or a wrapper
             (PEFT, DDP, FSDP, ``torch.compile``) around it.
         kernel: "auto", "flash_attn", "flash_attn_3", "torch_flash" or "sdpa".
-        allow_unverified: go on with a Transformers newer than the newest verified one.
+        allow_unverified: go on with a Transformers newer than the newest verified one without a
+            proof. By default a two-layer twin of the config must pass :func:`fa2_pack_patch.verify`
+            on the CPU first, once on each machine.
 
     Returns:
         A report of what was done.
 
     Raises:
         UnsupportedModelError: with every reason; the model is unchanged.
-        UnsupportedReleaseError: Transformers older than 4.34 or newer than the verified ones.
+        UnsupportedReleaseError: Transformers older than 4.34; or newer than the verified ones, or
+            with altered modeling code, and the twin did not pass.
         KernelUnavailableError: ``kernel`` is unknown or cannot serve this model here.
     """
     if not isinstance(model, torch.nn.Module):
@@ -47,7 +50,7 @@ def apply(
     if kernel != "auto":
         kernels.get(kernel)
     release = compat.release()
-    note = compat.check_release(release, allow_unverified=allow_unverified)
+    note = compat.check_release(release, allow_unverified=True)  # a twin may prove it, see below
     patch = _patch_of(model)
     if patch is not None and patch.report is not None:
         if kernel == patch.kernel:
@@ -56,7 +59,20 @@ def apply(
     found = detect(model, release)
     if found.reasons:
         raise UnsupportedModelError(found.subject, found.reasons)
+    if not allow_unverified:
+        note = _proved(found, note)
     return _plan(found, kernel, note)
+
+
+def _proved(found: Detection, note: Optional[str]) -> Optional[str]:
+    """For a release or modeling code that nobody verified: what a twin of the config gave."""
+    assert found.base is not None and found.family is not None
+    if note is None:
+        changed = twin.altered(found.family)
+        if changed is None:
+            return None
+        note = f"{changed} of transformers {compat.release()} is not as it was released"
+    return twin.check(found.base.config, found.family, found.implementation, note)
 
 
 def _plan(found: Detection, kernel: str, note: Optional[str]) -> PatchReport:

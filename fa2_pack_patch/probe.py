@@ -27,6 +27,8 @@ Gradients = dict[str, torch.Tensor]
 _ONE: list[int] = [6, 9, 2, 7]
 _ROWS: list[list[int]] = [[4, 9], [8, 3]]
 _REACH = 1024
+#: A sketch holds no fewer numbers: the norm of a few random ones says little.
+_KEPT = 64
 
 
 @dataclass(frozen=True)
@@ -373,7 +375,7 @@ def trained(probe: Probe) -> dict[str, torch.nn.Parameter]:
 def sketches(
     names: Sequence[str], gradients: Sequence[Optional[torch.Tensor]]
 ) -> dict[str, torch.Tensor]:
-    """Each gradient summed over its last dimension with fixed random signs; a vector as it is.
+    """Each gradient summed over its last dimension with fixed random signs; small ones as they are.
 
     Linear and of the same expected norm, so sketches are added and compared in place of gradients.
     """
@@ -381,7 +383,7 @@ def sketches(
     for name, gradient in zip(names, gradients):
         if gradient is None:
             continue
-        if gradient.dim() < 2:
+        if gradient.dim() < 2 or gradient.numel() < _KEPT * gradient.shape[-1]:
             found[name] = gradient.detach().double().cpu()
             continue
         generator = torch.Generator().manual_seed(gradient.shape[-1])
@@ -391,12 +393,17 @@ def sketches(
     return found
 
 
-def distance(got: torch.Tensor, want: torch.Tensor) -> float:
-    """The largest 2-norm of a token's difference, over the root mean square of those norms."""
+def distance(got: torch.Tensor, want: torch.Tensor, *, typical: bool = False) -> float:
+    """The 2-norm of a token's difference, over the root mean square of the tokens' norms.
+
+    The largest of all tokens, or with ``typical`` their upper quartile.
+    """
     size = want.double().norm(dim=-1).square().mean().sqrt()
-    worst = (got.double() - want.double()).norm(dim=-1).max()
-    found = float(worst / size) if float(size) else float(worst)
-    return found if math.isfinite(found) else math.inf
+    each_token = (got.double() - want.double()).norm(dim=-1)
+    if not bool(each_token.isfinite().all()):
+        return math.inf
+    found = float(each_token.quantile(0.75) if typical else each_token.max())
+    return found / float(size) if float(size) else found
 
 
 @contextmanager

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import fa2_pack_patch as fpp
-from fa2_pack_patch import compat
+from fa2_pack_patch import compat, twin
 from tests.matrix.cells import References, compare
 from tests.matrix.kinds import Call
 
@@ -369,6 +369,8 @@ def test_other_releases_are_refused(
     model = build()
     before = state(model)
     monkeypatch.setattr(compat, "release", lambda: compat.Version(version))
+    monkeypatch.setattr(twin, "build", None)  # a newer one is refused where no twin passes
+    monkeypatch.setattr(twin, "passed_before", lambda _: False)
     with pytest.raises(fpp.UnsupportedReleaseError, match=version):
         fpp.apply(model)
     assert state(model) == before
