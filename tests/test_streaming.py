@@ -197,6 +197,21 @@ def test_a_state_of_other_workers_or_processes_is_refused() -> None:
             list(DataLoader(resumed, batch_size=None, collate_fn=list, num_workers=workers))
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_map_style_data_set_ends_at_its_length(workers: int) -> None:
+    class Around(torch.utils.data.Dataset):  # type: ignore[type-arg]
+        def __len__(self) -> int:
+            return len(EXAMPLES)
+
+        def __getitem__(self, at: int) -> Any:
+            return EXAMPLES[at % len(EXAMPLES)]
+
+    lists = DataLoader(
+        stream(dataset=Around()), batch_size=None, collate_fn=list, num_workers=workers
+    )
+    assert sorted(ids(lists)) == list(range(len(EXAMPLES)))
+
+
 def test_the_epoch_is_passed_on() -> None:
     data = Own()
     stream(dataset=data).set_epoch(3)

@@ -179,6 +179,8 @@ class PackedIterableDataset(IterableDataset):  # type: ignore[type-arg]
         """This worker's examples, from where the state is."""
         worker = get_worker_info()
         skip = int(self._state["read"]) if self._state["dataset"] is None else 0
+        if not hasattr(source, "__iter__") and hasattr(source, "__len__"):
+            source = map(source.__getitem__, range(len(source)))  # it may never raise IndexError
         if worker is not None and not isinstance(source, IterableDataset):
             source = itertools.islice(iter(source), worker.id, None, worker.num_workers)
         return itertools.islice(iter(source), skip, None)
