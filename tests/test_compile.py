@@ -306,11 +306,8 @@ def test_one_graph_or_known_why(build: Build, family: str) -> None:
         torch._dynamo.reset()
         with why.remedy(model):
             whole(model, family)
-
-
-@pytest.mark.parametrize("family", [f for f in ("gemma2", "gemma3_text") if f in FAMILIES])
-def test_gemma_loaded_as_eager(build: Build, family: str) -> None:
-    whole(patched(build, family, "eager"), family)
+    if why is WARNING:
+        whole(patched(build, family, "eager"), family)
 
 
 def _from_matrix(family: str, implementation: str) -> torch.nn.Module:
@@ -628,7 +625,8 @@ class TestBreaks:
             torch.compile(model, backend="eager", fullgraph=True)(**ids)
 
     def test_a_rope_that_depends_on_the_lengths(self, build: Build) -> None:
-        scaling = {"rope_type": "dynamic", "type": "dynamic", "factor": 2.0}
+        key = "type" if Version("4.45") > RELEASE else "rope_type"
+        scaling = {key: "dynamic", "factor": 2.0}
         model = patched(build, rope_scaling=scaling, max_position_embeddings=16)
         compiled = torch.compile(model, backend="eager")
         batch = static_batch([6, 8, 5])
