@@ -175,7 +175,7 @@ class PackedIterableDataset(IterableDataset):  # type: ignore[type-arg]
         source.load_state_dict(state)
         return source
 
-    def _read(self, source: Iterable[Any]) -> Iterator[Any]:
+    def _read(self, source: Any) -> Iterator[Any]:
         """This worker's examples, from where the state is."""
         worker = get_worker_info()
         skip = int(self._state["read"]) if self._state["dataset"] is None else 0
