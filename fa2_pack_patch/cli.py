@@ -51,7 +51,9 @@ def families_table(markdown: bool = False) -> str:
                 str(family.since),
                 _reached(family),
                 "; ".join(
-                    ", ".join(f"{k}={v}" for k, v in r.when.items()) for r in family.refusals
+                    ", ".join(f"{k}={v}" for k, v in r.when.items())
+                    + (f" in {r.releases}" if str(r.releases) else "")
+                    for r in family.refusals
                 ),
             )
         )

@@ -176,3 +176,14 @@ def test_kinds_of_input(tokenizer: Any, kind: Any) -> None:
 def test_contradictory_arguments(arguments: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         DataCollatorForCompletionOnlyLM(**{"response_template": [1], **arguments})
+
+
+def test_another_ignore_index_cannot_go_into_packed_rows() -> None:
+    with pytest.raises(ValueError, match="ignore_index=-1 cannot go with padding_free"):
+        DataCollatorForCompletionOnlyLM([7], ignore_index=-1, padding_free=True)
+
+
+def test_a_conversation_cut_from_the_left_says_what_is_missing() -> None:
+    collator = DataCollatorForCompletionOnlyLM([7], [3], tokenizer=None, padding_free=True)
+    with pytest.raises(PackingError, match="instruction_template.*turns cannot be told apart"):
+        collator([[5, 7, 8, 9]])

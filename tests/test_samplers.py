@@ -219,6 +219,11 @@ def test_a_state_of_another_sampler_is_refused(options: Any) -> None:
         PackedBatchSampler(LENGTHS[:-1], CAPACITY).load_state_dict(state)
 
 
+def test_a_state_of_something_else_is_refused() -> None:
+    with pytest.raises(PackingError, match=r"no \['batch', 'fingerprint'\], only \['epoch'"):
+        PackedBatchSampler(LENGTHS, CAPACITY).load_state_dict({"epoch": 1, "step": 3})
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_in_a_stateful_loader(workers: int) -> None:
     stateful = pytest.importorskip("torchdata.stateful_dataloader")

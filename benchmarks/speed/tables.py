@@ -29,7 +29,7 @@ def _number(row: Row | None, key: str, form: str = ",.0f", scale: float = 1) -> 
 
 
 def _why(row: Row) -> str:
-    if row.get("skipped"):
+    if row.get("skipped") or str(row.get("error")).startswith("not run"):
         return "not run"
     return "out of memory" if row["error"] == "out of memory" else "failed"
 

@@ -64,6 +64,11 @@ class DataCollatorForCompletionOnlyLM:
             raise ValueError(
                 f"{sorted(flattening)} belong to packed rows; pass padding_free=True with them."
             )
+        if padding_free and ignore_index != -100:
+            raise ValueError(
+                f"ignore_index={ignore_index} cannot go with padding_free=True, whose rows mark "
+                "with -100 what is no target; leave ignore_index out."
+            )
         self.tokenizer = tokenizer
         self.response_ids = self._ids(response_template, "response_template")
         self.instruction_ids = (
@@ -140,9 +145,10 @@ class DataCollatorForCompletionOnlyLM:
             if self.on_missing == "ignore":
                 return [self.ignore_index] * len(ids)
             name, template = missing
+            why = "it would train on nothing" if not answers else "its turns cannot be told apart"
             raise PackingError(
                 f"{name}={template!r} does not occur in example {at} (its ids start with "
-                f"{quote(ids)}): it would train on nothing. Give the template as the ids that the "
+                f"{quote(ids)}): {why}. Give the template as the ids that the "
                 'tokenizer makes of it in the middle of a text, shorten less, or pass on_missing="'
                 'ignore".'
             )

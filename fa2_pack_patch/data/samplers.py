@@ -154,6 +154,12 @@ class PackedBatchSampler(Sampler):  # type: ignore[type-arg]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The next pass is the rest of the epoch that the state is from."""
+        missing = sorted({"epoch", "batch", "fingerprint"} - set(state))
+        if missing:
+            raise PackingError(
+                f"this state has no {missing}, only {sorted(state)}; give what a sampler's "
+                "state_dict() returned."
+            )
         if state["fingerprint"] != self._fingerprint():
             raise PackingError(
                 f"this state is of a sampler with fingerprint {state['fingerprint']}, this one has "
