@@ -106,7 +106,7 @@ MUTANTS = [
     _m("the window is in all layers", "patch.py", '        if rule.layers == "kernel" and not handed_window:\n            return None\n', ""),
     _m("the scale is dropped", "patch.py", "        if rule.scale == \"default\":\n            scale = None\n", "        scale = None\n"),
     _m("the softcap is dropped", "patch.py", "softcap if rule.softcap else None", "None"),
-    _m("dropout in evaluation", "interceptors/base.py", "if site.module.training else 0.0", "if True else 0.0"),
+    _m("no dropout in training", "interceptors/base.py", "if site.module.training else 0.0", "if False else 0.0"),
     _m("not causal", "kernels/sdpa.py", "is_causal=mask is None", "is_causal=False"),
     _m("the kernel's window is one narrower", "kernels/sdpa.py", "(distance < window)", "(distance < window - 1)"),
     _m("flash-attn's window is one wider", "kernels/flash_attn.py", "(window - 1, 0)", "(window, 0)"),

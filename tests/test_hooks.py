@@ -143,6 +143,16 @@ def test_a_run_is_one_model_s_own(build: Build, packed: Call) -> None:
         student(**packed.kwargs)
 
 
+def test_dropout_in_training_alone(build: Build, packed: Call) -> None:
+    model = build("llama", "sdpa", attention_dropout=0.5)
+    fpp.apply(model)
+    with torch.no_grad():
+        calm = [model(**packed.kwargs).logits for _ in range(2)]
+        model.train()
+        wild = [model(**packed.kwargs).logits for _ in range(2)]
+    assert torch.equal(*calm) and not torch.allclose(*wild, atol=1e-3)
+
+
 def test_no_cache_is_built(build: Build, packed: Call) -> None:
     model = build("llama", "sdpa")
     fpp.apply(model)
