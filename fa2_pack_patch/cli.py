@@ -1,21 +1,43 @@
-"""``python -m fa2_pack_patch env | families | check CONFIG_OR_MODEL_DIR | matrix``."""
+"""``python -m fa2_pack_patch env | families | check DIR | verify DIR | doctor | matrix``.
+
+Exit status: 0 fine; 1 not supported, not proved or not right; 2 wrong use, or nothing could be
+read. ``verify``, ``doctor`` and ``matrix --release`` print one JSON object with ``--json``.
+"""
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import platform
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Optional
+from typing import Any, Optional
 
 from . import __version__, kernels
 from .apply import supports
 from .compat import NEWEST, OLDEST
 from .errors import Fa2PackPatchError
 from .registry import Family, families
+
+#: What a default config lacks in some releases.
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "dbrx": {"attn_config": {"kv_n_heads": 8, "clip_qkv": 8.0, "rope_theta": 10000.0}}
+}
+
+
+def versions() -> dict[str, Optional[str]]:
+    """The installed packages that matter, None where one is not there."""
+    found: dict[str, Optional[str]] = {"fa2_pack_patch": __version__}
+    found.update(platform=platform.platform(), python=platform.python_version())
+    for name in ("transformers", "torch", "flash-attn", "accelerate", "peft", "trl"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found
 
 
 def env() -> str:
@@ -87,6 +109,129 @@ def check(target: str) -> int:
     return 0 if verdict else 1
 
 
+def _load(options: argparse.Namespace) -> Any:
+    """The causal model in a folder, in its own dtype unless another is given."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    dtype = getattr(torch, options.dtype) if options.dtype else "auto"
+    more: dict[str, Any] = {"torch_dtype": dtype, "trust_remote_code": False}
+    if options.implementation:
+        more["attn_implementation"] = options.implementation
+    model = AutoModelForCausalLM.from_pretrained(options.target, **more)
+    return model.to(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def prove(options: argparse.Namespace) -> int:
+    """Load a model, patch it and verify it; 0 passed, 1 refused or failed, 2 unreadable."""
+    from .apply import apply
+    from .verify import verify
+
+    if not Path(options.target).is_dir():
+        print(f"{options.target!r} is not a folder with a model.", file=sys.stderr)
+        return 2
+    try:
+        model = _load(options)
+    except Exception as error:
+        print(f"{options.target!r} could not be loaded as a model: {error}", file=sys.stderr)
+        return 2
+    result: dict[str, Any] = {"target": options.target, "versions": versions()}
+    try:
+        patched = apply(model, kernel=options.kernel, allow_unverified=options.allow_unverified)
+    except Fa2PackPatchError as error:
+        _print(options, {**result, "passed": False, "refused": str(error)}, str(error))
+        return 1
+    report = verify(model)
+    result.update(passed=report.passed, patch=str(patched), verify=report.to_dict())
+    text = f"{patched}\n{report}"
+    if not report.passed:
+        text += (
+            "\nDo not train on packed rows with this. Please open an issue with this output and "
+            "that of `python -m fa2_pack_patch doctor`."
+        )
+    if options.plot:
+        report.plot(options.plot)
+        text += f"\nleak map: {options.plot}"
+    _print(options, result, text)
+    return 0 if report.passed else 1
+
+
+def doctor(options: argparse.Namespace) -> int:
+    """What this installation does with packed rows; 0 all right after apply, 1 not."""
+    from . import doctor as measured
+
+    outcomes = measured.examine()
+    decided = measured.decisions()
+    bad = [o for o in outcomes if o.patched != "right"]
+    wrong = [o for o in outcomes if o.stock != "right"]
+    result = {
+        "passed": bool(outcomes) and not bad,
+        "versions": versions(),
+        "decisions": decided,
+        "kinds": [vars(o) for o in outcomes],
+    }
+    lines = [env(), "", "What is decided here, and why:"]
+    lines += [f"- {name}: {value}" for name, value in decided.items()]
+    lines += ["", "Packed input that stock gets wrong here (tiny Llama, float32, CPU):"]
+    for implementation in dict.fromkeys(o.implementation for o in outcomes):
+        own = [o for o in wrong if o.implementation == implementation]
+        lines.append(f"- loaded as {implementation}: {len(own)} kinds" if own else "- none")
+        lines += [f"    {o.kind} ({o.title}): {o.stock}" for o in own]
+    lines += ["", f"After apply: {len(outcomes) - len(bad)} of {len(outcomes)} right."]
+    lines += [f"- {o.implementation}, {o.kind} ({o.title}): {o.patched}" for o in bad]
+    lines.append(
+        "Next: open an issue with this output."
+        if bad
+        else "Next: python -m fa2_pack_patch verify MODEL_DIR, the proof on your own model."
+    )
+    _print(options, result, "\n".join(lines))
+    return 0 if result["passed"] else 1
+
+
+def release_check(options: argparse.Namespace) -> int:
+    """Every family of the installed release, a small model each, patched and verified."""
+    from . import compat, twin
+
+    installed = str(compat.release())
+    if options.release != installed:
+        print(
+            f"--release {options.release} was asked for, but transformers {installed} is "
+            "installed; install the one to check first.",
+            file=sys.stderr,
+        )
+        return 2
+    chosen = options.families.split(",") if options.families else list(families())
+    unknown = sorted(set(chosen) - set(families()))
+    if unknown:
+        print(f"unknown families {unknown}; known: {', '.join(families())}", file=sys.stderr)
+        return 2
+    rows: dict[str, Any] = {}
+    lines = [f"transformers {installed}"]
+    for name in chosen:
+        family = families()[name]
+        if family.span(compat.release()) is None:
+            continue
+        try:
+            cls = getattr(importlib.import_module(family.module), family.causal)
+            config = cls.config_class(**_OPTIONS.get(name, {}))
+            report = twin.try_twin(config, family)
+            rows[name] = report.to_dict()
+            lines.append(f"{name}: {'passed' if report.passed else report}")
+        except Exception as error:
+            why = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
+            rows[name] = {"passed": False, "error": why}
+            lines.append(f"{name}: FAILED, {why}")
+    passed = bool(rows) and all(row["passed"] for row in rows.values())
+    lines.append(f"{sum(row['passed'] for row in rows.values())} of {len(rows)} families passed")
+    result = {"passed": passed, "release": installed, "versions": versions(), "families": rows}
+    _print(options, result, "\n".join(lines))
+    return 0 if passed else 1
+
+
+def _print(options: argparse.Namespace, result: dict[str, Any], text: str) -> None:
+    print(json.dumps(result, indent=1) if options.json else text)
+
+
 def matrix() -> int:
     """Where the compatibility matrix is, and how to run it."""
     try:
@@ -101,25 +246,58 @@ def matrix() -> int:
     return int(run.main(sys.argv[2:]))
 
 
-def main(arguments: Optional[Sequence[str]] = None) -> int:
-    """The command line; exit status 0 fine, 1 not supported, 2 wrong use."""
-    parser = argparse.ArgumentParser(prog="python -m fa2_pack_patch", description=__doc__)
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m fa2_pack_patch",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("env", help="versions and kernels, for a bug report")
     listing = commands.add_parser("families", help="the registry as a table")
     listing.add_argument("--markdown", action="store_true")
     checking = commands.add_parser("check", help="is this config or model folder supported?")
     checking.add_argument("target", metavar="CONFIG_OR_MODEL_DIR")
-    commands.add_parser("matrix", help="run the compatibility matrix (in a checkout)")
+    proving = commands.add_parser("verify", help="patch the model in a folder and prove it")
+    proving.add_argument("target", metavar="MODEL_DIR")
+    proving.add_argument("--device", help="cuda if there is one, else cpu")
+    proving.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
+    proving.add_argument("--implementation", help="eager, sdpa, flash_attention_2, …")
+    proving.add_argument("--kernel", default="auto", choices=("auto", *kernels.KERNELS))
+    proving.add_argument("--allow-unverified", action="store_true")
+    proving.add_argument("--plot", metavar="FILE", help="draw the leak map (needs matplotlib)")
+    examining = commands.add_parser(
+        "doctor", help="what stock gets wrong here, and what is decided"
+    )
+    matrices = commands.add_parser(
+        "matrix", help="every family of the installed release; without --release, the whole matrix"
+    )
+    matrices.add_argument("--release", required=True, metavar="X.Y.Z")
+    matrices.add_argument("--families", help="comma-separated; all by default")
+    for command in (proving, examining, matrices):
+        command.add_argument("--json", action="store_true", help="one JSON object")
+    return parser
+
+
+def main(arguments: Optional[Sequence[str]] = None) -> int:
+    """The command line; exit status 0 fine, 1 not supported or not right, 2 wrong use."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    if given[:1] == ["matrix"]:
+    if given[:1] == ["matrix"] and not any(
+        g.startswith(("--release=", "-h", "--help")) or g == "--release" for g in given
+    ):
         return matrix()
-    options = parser.parse_args(given)
+    options = _parser().parse_args(given)
     try:
         if options.command == "env":
             print(env())
         elif options.command == "families":
             print(families_table(options.markdown))
+        elif options.command == "verify":
+            return prove(options)
+        elif options.command == "doctor":
+            return doctor(options)
+        elif options.command == "matrix":
+            return release_check(options)
         else:
             return check(options.target)
     except Fa2PackPatchError as error:

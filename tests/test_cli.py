@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
-from fa2_pack_patch import cli, registry
+from fa2_pack_patch import cli, compat, registry, twin
 from tests import readme
+from tests.matrix import models, run
 
 
 def test_env_can_be_pasted(capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,3 +62,97 @@ def test_unknown_command_is_wrong_use() -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main(["frobnicate"])
     assert caught.value.code == 2
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("model")
+    models.build(models.FAMILIES["llama"], "eager").save_pretrained(path)
+    return str(path)
+
+
+def test_verify_of_a_folder(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["verify", folder, "--device", "cpu"]) == 0
+    said = capsys.readouterr().out
+    assert "fa2_pack_patch: llama, 2 attention layers" in said
+    assert "verify: passed" in said and "logits, padded rows" in said
+
+
+def test_verify_as_json(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["verify", folder, "--json", "--device", "cpu", "--kernel", "sdpa"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["passed"] is True
+    assert result["versions"]["transformers"] == str(compat.release())
+    assert len(result["verify"]["checks"]) == 11
+
+
+def test_verify_that_fails(
+    folder: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nothing(model: object, **_: object) -> str:
+        return "nothing was done"
+
+    monkeypatch.setattr(sys.modules["fa2_pack_patch.apply"], "apply", nothing)
+    assert cli.main(["verify", folder, "--device", "cpu"]) == 1
+    said = capsys.readouterr().out
+    assert "FAILED" in said and "open an issue" in said
+
+
+def test_verify_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["verify", "no/such/folder"]) == 2
+    assert cli.main(["verify", str(tmp_path)]) == 2
+    assert "could not be loaded" in capsys.readouterr().err
+
+
+def test_verify_of_an_unsupported_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import transformers
+
+    config = transformers.GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=9, n_positions=8)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    assert cli.main(["verify", str(tmp_path), "--json"]) == 1
+    result = json.loads(capsys.readouterr().out)
+    assert result["passed"] is False and "'gpt2' is not in the registry" in result["refused"]
+
+
+def test_doctor_names_exactly_the_kinds_that_stock_gets_wrong(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main(["doctor", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    kept = run.RESULTS / f"{compat.release()}.json"
+    cells = json.loads(kept.read_text(encoding="utf-8"))["families"]["llama"]
+    seen = {row["implementation"] for row in result["kinds"]}
+    assert seen == set(cells) & {"eager", "sdpa"}
+    for name in seen:
+        found: dict[str, list[str]] = {}
+        for row in result["kinds"]:
+            if row["implementation"] == name:
+                found.setdefault(row["stock"], []).append(row["kind"])
+                assert row["patched"] == "right"
+        assert {k: sorted(v) for k, v in found.items()} == cells[name]["stock"]
+
+
+def test_doctor_as_text(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor"]) == 0
+    said = capsys.readouterr().out
+    for word in ("verified (the matrix was run)", "padded_right (packed row", "After apply: "):
+        assert word in said
+
+
+def test_matrix_of_the_installed_release(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release = str(compat.release())
+    assert cli.main(["matrix", "--release", release, "--families", "llama,falcon"]) == 0
+    assert "2 of 2 families passed" in capsys.readouterr().out
+    assert cli.main(["matrix", "--release", "4.0.0"]) == 2
+    assert f"transformers {release} is installed" in capsys.readouterr().err
+    assert cli.main(["matrix", "--release", release, "--families", "lama"]) == 2
+    monkeypatch.setattr(twin, "build", None)
+    assert cli.main(["matrix", f"--release={release}", "--families", "llama", "--json"]) == 1
+    result = json.loads(capsys.readouterr().out)
+    assert result["passed"] is False and "error" in result["families"]["llama"]
+
+
+def test_every_family_passes_the_release_check(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["matrix", "--release", str(compat.release())]) == 0, capsys.readouterr().out
