@@ -147,7 +147,15 @@ def _nested(config: Any, kv: int) -> None:
     """DBRX keeps attention and experts in configs of their own."""
     for holder, sizes in (
         ("attn_config", {"kv_n_heads": kv}),
-        ("ffn_config", {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2}),
+        (
+            "ffn_config",
+            {
+                "hidden_size": config.hidden_size,
+                "ffn_hidden_size": 32,
+                "moe_num_experts": 4,
+                "moe_top_k": 2,
+            },
+        ),
     ):
         inner = getattr(config, holder, None)
         for name, value in sizes.items():
