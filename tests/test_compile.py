@@ -470,17 +470,17 @@ class TestPacking:
         assert torch.equal(model(**plain).logits, expected)
 
     def test_nothing_stays_on_the_callers_tensor(self, build: Build) -> None:
-        """Not even where the graph broke and layers ran by themselves."""
+        """Not even where layers are left out of the graph, and look for the run by its positions."""
         model = patched(build)
-        for module in attention(model):
-            module.register_forward_pre_hook(break_here)
+        for layer in model.model.layers:
+            layer.forward = torch.compiler.disable(layer.forward)
         batch = static_batch([6, 8, 5])
         torch.compile(model, backend="eager")(**batch)
         batch["position_ids"].copy_(torch.arange(TOKENS)[None])
         plain = {k: batch[k] for k in ("input_ids", "position_ids")}
-        found = model(**plain).logits
+        found = model(**plain, use_cache=False).logits
         fa2_pack_patch.revert(model)
-        assert torch.equal(found, model(**plain).logits)
+        assert torch.equal(found, model(**plain, use_cache=False).logits)
 
     def test_a_replaced_forward_is_found(self, build: Build) -> None:
         model = patched(build)
@@ -596,12 +596,15 @@ class TestWays:
 
 
 class TestBreaks:
-    @pytest.mark.parametrize("where", ["attention", "inside"])
+    @pytest.mark.parametrize("where", ["disabled", "attention", "inside"])
     def test_a_broken_graph_is_right(self, build: Build, where: str) -> None:
         """Also where the layers differ: the second has a window, the first has none."""
         model = patched(build, "qwen2" if "qwen2" in FAMILIES else "mistral")
         eager = copy.deepcopy(model)
-        for module in attention(model):
+        for layer, module in zip(model.model.layers, attention(model)):
+            if where == "disabled":
+                layer.forward = torch.compiler.disable(layer.forward)
+                continue
             for target in [module] if where == "attention" else module.children():
                 target.register_forward_pre_hook(break_here)
         same_as_eager(model, torch.compile(model, backend="eager"), reference=eager)

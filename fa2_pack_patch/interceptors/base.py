@@ -59,16 +59,6 @@ class RotaryLength:
         return tokens if tokens > there else there
 
 
-class NoLogger:
-    """A modeling module's ``logger`` in a compiled graph, which cannot log."""
-
-    def info(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def warning_once(self, *args: Any, **kwargs: Any) -> None: ...
-
-    warning = info
-
-
 class Interceptor(ABC):
     """Runs one attention module's forward with our kernel in place of the release's."""
 
@@ -161,8 +151,7 @@ def rebound(
 
 def for_dynamo(owner: type, names: dict[str, Any]) -> Callable[..., Any]:
     """``owner``'s forward as :meth:`Interceptor.traceable` gives it."""
-    forward = owner.forward  # type: ignore[attr-defined]
-    return rebound(forward, {"logger": NoLogger(), **names}, scope=copied)
+    return rebound(owner.forward, names, scope=copied)  # type: ignore[attr-defined]
 
 
 def _copy(function: types.FunctionType, scope: dict[str, Any], closure: Any) -> types.FunctionType:
