@@ -17,6 +17,14 @@ from tests.matrix.kinds import TWO, Call, _positions
 
 
 @pytest.fixture(autouse=True)
+def no_cache_at_home(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twins that pass are remembered in the user's cache; the tests have their own."""
+    monkeypatch.setenv("FA2_PACK_PATCH_CACHE", str(tmp_path_factory.mktemp("cache")))
+
+
+@pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
     """Transformers warns of tiny configs; errors still show."""
     import transformers
