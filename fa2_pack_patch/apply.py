@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Optional
@@ -9,12 +10,15 @@ from typing import Any, Optional
 import torch
 
 from . import compat, kernels, twin
-from .detect import Detection, Verdict, detect, find_base, is_pretrained, judge_config
+from .detect import Detection, Verdict, around, detect, find_base, is_pretrained, judge_config
 from .errors import UnsupportedModelError
-from .hooks import CountHook, ModelHook, PackedForward
+from .hooks import CountHook, HeadForward, ModelHook, PackedForward
 from .interceptors.method import PackedMethod
 from .patch import ATTRIBUTE, Edit, Patch, PatchReport, Site
 from .rope import RotaryByExample, rope_rule, takes_row_length
+
+#: One model may be applied to, and reverted, from several threads.
+_LOCK = threading.RLock()
 
 
 def apply(
@@ -51,17 +55,29 @@ def apply(
         kernels.get(kernel)
     release = compat.release()
     note = compat.check_release(release, allow_unverified=True)  # a twin may prove it, see below
-    patch = _patch_of(model)
-    if patch is not None and patch.report is not None:
-        if kernel == patch.kernel:
-            return patch.report
-        revert(model)
-    found = detect(model, release)
-    if found.reasons:
-        raise UnsupportedModelError(found.subject, found.reasons)
-    if not allow_unverified:
-        note = _proved(found, note)
-    return _plan(found, kernel, note)
+    with _LOCK:
+        patch = _patch_of(model)
+        if patch is not None:
+            report = _still(patch, model, kernel)
+            if report is not None:
+                return report
+            patch.undo()
+        found = detect(model, release)
+        if found.reasons:
+            raise UnsupportedModelError(found.subject, found.reasons)
+        if not allow_unverified:
+            note = _proved(found, note)
+        return _plan(found, kernel, note)
+
+
+def _still(patch: Patch, model: torch.nn.Module, kernel: str) -> Optional[PatchReport]:
+    """The report of an earlier :func:`apply` that still holds; None when it must be done anew."""
+    outside = around(model)
+    if outside.reasons:
+        raise UnsupportedModelError(outside.subject, outside.reasons)
+    known = {id(edit.target) for edit in patch.edits}
+    seen = all(id(holder) in known for holder in outside.holders)
+    return patch.report if seen and kernel == patch.kernel and patch.stale is None else None
 
 
 def _proved(found: Detection, note: Optional[str]) -> Optional[str]:
@@ -84,7 +100,7 @@ def _plan(found: Detection, kernel: str, note: Optional[str]) -> PatchReport:
     flash = compat.implementation_kind(found.implementation) == "flash"
     if flash and compat.reads_flash_mask(found.family.module):
         patch.mask_placeholder = False
-    edits: list[Edit] = []
+    edits = [Edit(found.base, ATTRIBUTE, patch)]  # first, so that it is the last to be undone
     for index, (label, module) in enumerate(found.attention):
         site = Site(patch, module, index, label)
         patch.sites.append(site)
@@ -96,7 +112,8 @@ def _plan(found: Detection, kernel: str, note: Optional[str]) -> PatchReport:
         pooled = found.pooled.get(id(holder))
         hook = ModelHook(patch, base=False, pooled=pooled, outer=not is_pretrained(holder))
         edits.append(Edit(holder, "pre", hook, hook="pre"))
-    edits.append(Edit(found.base, ATTRIBUTE, patch))
+        if not hook.outer:
+            edits.append(_forward_edit(holder, HeadForward(holder, hook)))
     chosen = _kernel_now(patch)
     notes = [note] if note else []
     notes += found.notes
@@ -121,8 +138,7 @@ def _plan(found: Detection, kernel: str, note: Optional[str]) -> PatchReport:
 
 def _site_edits(site: Site) -> list[Edit]:
     module, span = site.module, site.span
-    slot = "_old_forward" if "_hf_hook" in module.__dict__ else "forward"
-    edits = [Edit(module, slot, PackedForward(site, module.__dict__.get(slot)))]
+    edits = [_forward_edit(module, PackedForward(site))]
     if span.via == "method":
         edits.append(Edit(module, span.name, PackedMethod(site)))
     if span.packed_class is not None and not hasattr(module, "_flash_attn_uses_top_left_mask"):
@@ -131,8 +147,15 @@ def _site_edits(site: Site) -> list[Edit]:
     forgetful = compat.rotary_without_positions(site.patch.release, site.family.family)
     if (site.patch.rope is not None or forgetful) and takes_row_length(rotary):
         assert isinstance(rotary, torch.nn.Module)
-        edits.append(Edit(rotary, "forward", RotaryByExample(rotary, site.patch)))
+        edits.append(_forward_edit(rotary, RotaryByExample(rotary, site.patch)))
     return edits
+
+
+def _forward_edit(module: torch.nn.Module, value: Any) -> Edit:
+    """``value`` in place of a module's forward; accelerate's hooks stay around it."""
+    slot = "_old_forward" if "_hf_hook" in module.__dict__ else "forward"
+    value.before = module.__dict__.get(slot)
+    return Edit(module, slot, value)
 
 
 def _kernel_now(patch: Patch) -> str:
@@ -172,11 +195,12 @@ def revert(model: torch.nn.Module) -> bool:
     Returns:
         Whether the model was patched.
     """
-    patch = _patch_of(model)
-    if patch is None:
-        return False
-    patch.undo()
-    return True
+    with _LOCK:
+        patch = _patch_of(model)
+        if patch is None:
+            return False
+        patch.undo()
+        return True
 
 
 def is_applied(model: torch.nn.Module) -> bool:

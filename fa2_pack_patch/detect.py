@@ -13,7 +13,7 @@ import torch
 from packaging.version import Version
 
 from . import compat
-from .interceptors import INTERCEPTORS
+from .interceptors import INTERCEPTORS, home_of
 from .registry import Family, Span, by_base_class, by_model_type, families
 
 _REFUSED_WRAPPERS = {
@@ -90,6 +90,15 @@ def find_base(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module, Family
         if family is not None:
             found.append((name, module, family))
     return found
+
+
+def around(model: torch.nn.Module) -> Detection:
+    """The wrappers and heads around the one base model in ``model``, and the reasons against."""
+    result = Detection(subject=type(model).__name__)
+    _wrappers(model, result)
+    for _, base, family in find_base(model)[:1]:
+        _holders(model, base, family, result)
+    return result
 
 
 def detect(model: torch.nn.Module, release: Version) -> Detection:
@@ -215,6 +224,8 @@ def _attention(
     reason = INTERCEPTORS[span.via].missing(owner.forward, span.name, owner)
     if reason is None:
         reason = _not_its_own(owner)
+    if reason is None:
+        reason = foreign_core(stock_core(first, span, result.implementation), span.name)
     if reason is not None:
         result.reasons.append(reason)
     if not getattr(first, "is_causal", True):
@@ -224,6 +235,26 @@ def _attention(
 def _mixes(module: torch.nn.Module) -> bool:
     return bool(
         re.search(r"Attention|Mamba|Mixer|DeltaNet|Recurrent|Conv1d", type(module).__name__)
+    )
+
+
+def stock_core(module: torch.nn.Module, span: Span, implementation: str) -> Any:
+    """What an attention module's own forward calls its attention by; None where that is ours."""
+    if "/" in implementation:  # a hub kernel, whose function may be the kernel's own
+        return None
+    return INTERCEPTORS[span.via].stock(class_of(module), span.name, implementation)
+
+
+def foreign_core(function: Any, name: str) -> Optional[str]:
+    """Why what :func:`stock_core` found is not Transformers' own, or None when it is."""
+    home = home_of(function)
+    if function is None or home.startswith("transformers."):
+        return None
+    what = getattr(function, "__qualname__", None) or type(function).__qualname__
+    return (
+        f"the attention this model was loaded with now goes to {home}.{what} instead of "
+        f"Transformers' own (reached by {name}); packed rows would bypass it: undo that patch, or "
+        "go on without fa2_pack_patch"
     )
 
 
@@ -245,10 +276,9 @@ def _foreign(module: torch.nn.Module, label: str) -> Optional[str]:
     forward = module.__dict__.get("forward")
     if forward is None or "_hf_hook" in module.__dict__:
         return None
-    inner = inspect.unwrap(getattr(forward, "func", forward))
-    home = getattr(inner, "__module__", None) or type(forward).__module__
     return (
-        f"{label}.forward was replaced on the module itself by {home}; undo that patch before apply"
+        f"{label}.forward was replaced on the module itself by {home_of(forward)}; undo that patch "
+        "before apply"
     )
 
 

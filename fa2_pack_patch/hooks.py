@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Optional
@@ -9,9 +10,10 @@ from typing import TYPE_CHECKING, Any, Optional
 import torch
 
 from . import kernels
-from .compat import BREAKS_SAY_WHY, is_compiling
+from .compat import BREAKS_SAY_WHY, implementation_of, is_compiling
+from .detect import foreign_core, stock_core
 from .errors import PackingError
-from .interceptors import INTERCEPTORS
+from .interceptors import INTERCEPTORS, home_of
 from .layout import (
     Boundaries,
     PackedLayout,
@@ -119,11 +121,17 @@ class ModelHook:
     def _decide(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Optional[tuple[tuple[Any, ...], dict[str, Any]]]:
+        if "_is_replica" in module.__dict__:
+            raise PackingError(
+                "nn.DataParallel copied this model, and its copies would run on the weights of the "
+                "first device; use DistributedDataParallel, or fa2_pack_patch.revert(model) first."
+            )
         call = by_name(module, args, kwargs)
         self.patch.traced = None  # of a compiled call that did not end
         run = self._run(call)
         if run is None:
             return None
+        self._still_whole()
         if self.pooled is not None:
             raise PackingError(
                 f"{self.pooled} gives one result for each row, but this call packs "
@@ -133,6 +141,43 @@ class ModelHook:
             )
         self._adjust(call, run)
         return (), call
+
+    def passed_by(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments for a forward that may have been called without its hooks (PEFT does)."""
+        if not self.patch.edits:
+            return args, kwargs
+        call = by_name(module, args, kwargs)
+        position_ids, mask = call.get("position_ids"), call.get("attention_mask")
+        if is_compiling():
+            run = self.patch.traced
+            seen = run is not None and run.positions is position_ids
+            if seen or not isinstance(call.get("labels"), torch.Tensor):
+                return args, kwargs
+            return self(module, args, kwargs) or (args, kwargs)
+        seen = just_read(position_ids, mask, forget=False)
+        if isinstance(position_ids, torch.Tensor) and all(call.get(n) is None for n in VARLEN):
+            seen |= self.patch.runs.bound(position_ids, self.patch) is not None
+        if seen:
+            return args, kwargs
+        return self._decide(module, args, kwargs) or (args, kwargs)
+
+    def _still_whole(self) -> None:
+        """Nobody replaced the attention of this model's code since the last packed call."""
+        patch = self.patch
+        if patch.stale is not None:
+            raise PackingError(f"{patch.stale}.")
+        if not self.base:
+            return
+        module = patch.sites[0].module
+        name = implementation_of(module, patch.config, patch.span.via)
+        stock = stock_core(module, patch.span, name)
+        if stock is not patch.stock:
+            reason = foreign_core(stock, patch.span.name)
+            if reason is not None:
+                raise PackingError(f"since apply, {reason}.")
+            patch.stock = stock
 
     def _run(self, call: dict[str, Any]) -> Optional[Run]:
         inputs = call.get("input_ids")
@@ -366,12 +411,43 @@ class CountHook:
         )
 
 
+class HeadForward:
+    """Stands for the forward of a model with a head, for callers that pass its hook by.
+
+    PEFT calls ``model.forward(...)`` of the model it wraps; labels and varlen arguments are seen
+    here then. After the hook it hands everything on.
+    """
+
+    def __init__(self, module: torch.nn.Module, hook: ModelHook) -> None:
+        self.module = module
+        self.hook = hook
+        #: the instance's own forward that was there before apply, if any
+        self.before: Any = None
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """Trainer and ``generate`` ask a model's forward for its arguments."""
+        return inspect.signature(self._stock())
+
+    def _stock(self) -> Callable[..., Any]:
+        if self.before is not None:
+            return self.before  # type: ignore[no-any-return]
+        return type(self.module).forward.__get__(self.module)  # type: ignore[no-any-return]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = self.hook.passed_by(self.module, args, kwargs)
+        if self.before is not None:
+            return self.before(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+
 class PackedForward:
     """Stands for an attention module's forward: packed when its position_ids carry a layout."""
 
-    def __init__(self, site: Site, before: Any = None) -> None:
+    def __init__(self, site: Site) -> None:
         self.site = site
-        self.before = before
+        #: the instance's own forward that was there before apply, if any
+        self.before: Any = None
         #: era, class, name and kernel of which the function for Dynamo is made
         self.recipe = (site.span.via, site.owner, site.span.name, site.patch.kernel)
         self.traceable = self._traceable()
@@ -449,5 +525,7 @@ def eagerly(why: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -
 
 
 def _owner(module: torch.nn.Module) -> str:
-    forward = module.__dict__.get("forward", type(module).forward)
-    return f"{getattr(forward, '__module__', type(forward).__module__)}"
+    forward = module.__dict__.get("forward")
+    if forward is None or isinstance(forward, PackedForward):
+        forward = type(module).forward
+    return home_of(forward)

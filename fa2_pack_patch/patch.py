@@ -9,6 +9,7 @@ from typing import Any, Callable, Optional
 
 import torch
 from packaging.version import Version
+from torch.utils.hooks import RemovableHandle
 
 from . import compat
 from .registry import Family, Reference, Span
@@ -20,6 +21,9 @@ from .varlen import Doubts
 ATTRIBUTE = "_fa2_pack_patch"
 
 _ABSENT = "<absent>"
+
+#: Where a module's forward may be: as its own attribute, or under accelerate's hooks.
+_FORWARDS = ("forward", "_old_forward")
 
 _HOOK_DICTIONARIES = (
     "_forward_pre_hooks",
@@ -126,28 +130,39 @@ class Edit:
 
     def commit(self) -> None:
         if self.hook == "pre":
-            handle = self.target.register_forward_pre_hook(self.value, with_kwargs=True)
-            self.hook_id = handle.id
+            self.hook_id = self.target.register_forward_pre_hook(self.value, with_kwargs=True).id
         elif self.hook == "post":
-            handle = self.target.register_forward_hook(self.value, with_kwargs=True)
-            self.hook_id = handle.id
+            self.hook_id = self.target.register_forward_hook(self.value, with_kwargs=True).id
         else:
             self.before = self.target.__dict__.get(self.name, _ABSENT)
             self.target.__dict__[self.name] = self.value
 
     def undo(self) -> None:
+        """Undo the change, wherever it is by now; where it is no more, do nothing."""
         if self.hook is not None:
-            for name in _HOOK_DICTIONARIES:
-                getattr(self.target, name, {}).pop(self.hook_id, None)
-        elif self.target.__dict__.get(self.name, _ABSENT) is self.value:
-            if self.before is _ABSENT or self.before == _ABSENT:
-                del self.target.__dict__[self.name]
+            dictionaries = [getattr(self.target, name, {}) for name in _HOOK_DICTIONARIES]
+            for number in [n for d in dictionaries for n, v in d.items() if v is self.value]:
+                for dictionary in dictionaries:
+                    dictionary.pop(number, None)
+            return
+        own = self.target.__dict__
+        # accelerate's hooks may have come or gone since, and move a forward from one to the other
+        slots = _FORWARDS if self.name in _FORWARDS else (self.name,)
+        for slot in slots:
+            if own.get(slot, _ABSENT) is not self.value:
+                continue
+            if not (isinstance(self.before, str) and self.before == _ABSENT):
+                own[slot] = self.before
+            elif slot == "_old_forward":
+                own[slot] = type(self.target).forward.__get__(self.target)
             else:
-                self.target.__dict__[self.name] = self.before
-        elif self.target.__dict__.get("_old_forward") is self.value:
-            # accelerate's hooks came after apply and keep our forward as the one they wrap
-            original = type(self.target).forward.__get__(self.target)
-            self.target.__dict__["_old_forward"] = original
+                del own[slot]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self.hook_id is not None:
+            # torch numbers hooks by a count of the process: a later hook must not take ours away
+            RemovableHandle.next_id = max(RemovableHandle.next_id, self.hook_id + 1)
 
     def __str__(self) -> str:
         what = f"{self.hook} hook" if self.hook else self.name
@@ -213,7 +228,23 @@ class Patch:
         self.mask_placeholder = compat.mask_placeholder(release)
         self.window_extra = (compat.flash_window_sees(1, release) or 1) - 1
         self._references: dict[str, tuple[Optional[Reference], bool]] = {}
+        #: None unless this model was unpickled where it cannot run packed, and then why
+        self.stale: Optional[str] = None
+        #: what the release's code called its attention by when that was last looked at
+        self.stock: Any = None
         self.report: Optional[PatchReport] = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "stock": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        here = compat.release()
+        if here != self.release:
+            self.stale = (
+                f"this model was patched with transformers {self.release} and loaded with {here}; "
+                "call fa2_pack_patch.apply(model) again before a packed call"
+            )
 
     def reference(self, implementation: str) -> tuple[Optional[Reference], bool]:
         """The registry's rule for an implementation, and whether flash-attn's own values hold.
@@ -228,19 +259,17 @@ class Patch:
 
     def commit(self, edits: Sequence[Edit]) -> None:
         """Make all edits, or none of them."""
-        done: list[Edit] = []
         try:
             for edit in edits:
-                done.append(edit)
+                self.edits.append(edit)
                 edit.commit()
         except BaseException:
-            for edit in reversed(done):
-                edit.undo()
+            self.undo()
             raise
-        self.edits = done
 
     def undo(self) -> None:
-        """Put back exactly what was there."""
+        """Put back exactly what was there; interrupted, it can be called again."""
+        self.report = None
         for edit in reversed(self.edits):
             edit.undo()
         self.edits = []

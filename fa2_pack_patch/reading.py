@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+import weakref
 from collections.abc import Mapping
 from typing import Any, Optional
 
@@ -78,14 +79,29 @@ def readable(ids: Optional[torch.Tensor], mask: Optional[torch.Tensor]) -> bool:
 
 def remember_unpacked(pair: Optional[tuple[Any, Any]]) -> None:
     """Note what was just read and found not to be packed, for :func:`just_read`."""
-    _UNPACKED.seen = None if pair is None else (id(pair[0]), id(pair[1]))
+    _UNPACKED.seen = None if pair is None else (_mark(pair[0]), _mark(pair[1]))
 
 
-def just_read(position_ids: Any, mask: Any) -> bool:
+def just_read(position_ids: Any, mask: Any, *, forget: bool = True) -> bool:
     """Whether the model around this one has just read these very objects."""
     seen = getattr(_UNPACKED, "seen", None)
-    _UNPACKED.seen = None
-    return seen is not None and seen == (id(position_ids), id(mask))
+    if forget:
+        _UNPACKED.seen = None
+    return seen is not None and _marks(seen[0], position_ids) and _marks(seen[1], mask)
+
+
+def _mark(tensor: Any) -> Any:
+    """Tells a tensor from every other one, later ones at its address and its own changes too."""
+    if not isinstance(tensor, torch.Tensor):
+        return None
+    return weakref.ref(tensor), None if tensor.is_inference() else tensor._version
+
+
+def _marks(mark: Any, tensor: Any) -> bool:
+    if mark is None or not isinstance(tensor, torch.Tensor):
+        return mark is None and not isinstance(tensor, torch.Tensor)
+    reference, version = mark
+    return reference() is tensor and (tensor.is_inference() or tensor._version == version)
 
 
 def to_host(

@@ -92,20 +92,25 @@ class RotaryByExample:
     def __init__(self, module: torch.nn.Module, patch: Patch) -> None:
         self.module = module
         self.patch = patch
+        self.before: Any = None
         self.parameters = tuple(inspect.signature(type(module).forward).parameters)[1:]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         run = current(self.patch)
-        forward = type(self.module).forward
         if run is None:
-            return forward(self.module, *args, **kwargs)
+            return self._stock(*args, **kwargs)
         call = {**dict(zip(self.parameters, args)), **kwargs}
         if "position_ids" in self.parameters and call.get("position_ids") is None:
             # Phi-3's flash class of 4.44.0 forgets them.
             call["position_ids"] = run.layout_positions(call["x"].device)
         if call.get("seq_len") is not None:
             call["seq_len"] = run.longest
-        return forward(self.module, **call)
+        return self._stock(**call)
+
+    def _stock(self, *args: Any, **kwargs: Any) -> Any:
+        if self.before is not None:
+            return self.before(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
 
 
 def takes_row_length(module: Any) -> bool:

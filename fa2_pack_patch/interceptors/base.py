@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import types
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Callable, Optional, Protocol
 
 import torch
@@ -67,6 +68,13 @@ class Interceptor(ABC):
         """Why ``forward`` cannot be intercepted by ``name``, or None when it can."""
 
     @abstractmethod
+    def stock(self, owner: type, name: str, implementation: str) -> Any:
+        """What ``owner``'s forward calls its attention by for ``implementation``; None if nothing.
+
+        It is what somebody else may have replaced: a method, a function, an entry of a registry.
+        """
+
+    @abstractmethod
     def names(self, holder: Sited) -> dict[str, Any]:
         """What the forward is to find under its module's global names, outside of Dynamo."""
 
@@ -113,6 +121,30 @@ def copied(module: dict[str, Any], names: dict[str, Any]) -> dict[str, Any]:
     scope = {**module, **names}
     scope.pop("__name__", None)
     return scope
+
+
+def _layers(function: Any) -> Iterator[Any]:
+    while function is not None:
+        yield function
+        inner = None
+        for name in ("__func__", "func", "__wrapped__"):
+            inner = inner or getattr(function, name, None)
+        function = inner
+
+
+def home_of(function: Any) -> str:
+    """The module whose code runs when ``function`` is called: somebody else's, if there is any.
+
+    Names that a decorator copied are not believed: a function tells by its globals.
+    """
+    homes = []
+    for layer in _layers(function):
+        scope = getattr(layer, "__globals__", None)
+        home = type(layer).__module__ if scope is None else scope.get("__name__", "")
+        if home not in ("functools", "builtins"):  # a partial, a bound method
+            homes.append(str(home))
+    strangers = [h for h in homes if not h.startswith(("transformers.", "torch."))]
+    return (strangers or homes or ["builtins"])[0]
 
 
 def innermost(forward: Callable[..., Any]) -> types.FunctionType:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any, Callable, Optional
 
 import torch
@@ -20,6 +21,9 @@ class _Dictionary(Interceptor):
         if uses_name(forward, name):
             return None
         return f"{owner.__name__}.forward does not use {name}; its code is not the one verified"
+
+    def stock(self, owner: type, name: str, implementation: str) -> Any:
+        return vars(sys.modules[owner.__module__])[name].get(implementation)
 
     def names(self, holder: Sited) -> dict[str, Any]:
         def attention(*given: Any, **named: Any) -> tuple[torch.Tensor, None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Callable, Optional
 
@@ -38,6 +39,12 @@ class _Function(Interceptor):
         if uses_name(forward, name):
             return None
         return f"{owner.__name__}.forward does not call {name}; its code is not the one verified"
+
+    def stock(self, owner: type, name: str, implementation: str) -> Any:
+        forward: Any = owner.forward  # type: ignore[attr-defined]
+        if not uses_name(forward, name):  # an eager or an sdpa class
+            return None
+        return vars(sys.modules[owner.__module__]).get(name)
 
     def names(self, holder: Sited) -> dict[str, Any]:
         parameters = _parameters()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from typing import TYPE_CHECKING, Any, Callable, Optional
 
 import torch
 
 from ..errors import PackingError
-from .base import Interceptor, attend, for_dynamo, run_of, running, uses_name
+from .base import Interceptor, attend, for_dynamo, home_of, run_of, running, uses_name
 
 if TYPE_CHECKING:
     from ..patch import Site
@@ -39,6 +41,18 @@ class _Interface(Interceptor):
         if uses_name(forward, name):
             return None
         return f"{owner.__name__}.forward does not use {name}; its code is not the one verified"
+
+    def stock(self, owner: type, name: str, implementation: str) -> Any:
+        code = vars(sys.modules[owner.__module__])
+        if implementation == "eager":
+            return code.get("eager_attention_forward")
+        function = code[name].get(implementation)
+        if not implementation.startswith("flash_attention"):
+            return function
+        # Its own name for the function that calls flash-attn, which libraries like to bind anew.
+        inner = getattr(inspect.unwrap(function), "__globals__", {}).get("_flash_attention_forward")
+        theirs = home_of(function).startswith("transformers.")
+        return inner if theirs and inner is not None else function
 
     def names(self, holder: Sited) -> dict[str, Any]:
         def attention(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -91,6 +91,9 @@ class _Method(Interceptor):
             return None
         return f"{owner.__name__}.forward does not call {name}; its code is not the one verified"
 
+    def stock(self, owner: type, name: str, implementation: str) -> Any:
+        return getattr(owner, name, None)
+
     def names(self, holder: Sited) -> dict[str, Any]:
         # _flash_supports_window_size exists only where flash-attn was importable.
         windowed = _Windowed(holder)
