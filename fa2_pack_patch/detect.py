@@ -221,9 +221,9 @@ def _attention(
     if owner is None:
         result.reasons.append(f"{family.module} has no class {span.packed_class}")
         return
-    reason = INTERCEPTORS[span.via].missing(owner.forward, span.name, owner)
+    reason = _not_its_own(owner)
     if reason is None:
-        reason = _not_its_own(owner)
+        reason = INTERCEPTORS[span.via].missing(owner.forward, span.name, owner)
     if reason is None:
         reason = foreign_core(stock_core(first, span, result.implementation), span.name)
     if reason is not None:
@@ -264,7 +264,8 @@ def _not_its_own(owner: type) -> Optional[str]:
     if home == owner.__module__ and inner.__name__ == "forward":
         return None
     return (
-        f"{owner.__name__}.forward was replaced by {home}.{getattr(inner, '__qualname__', inner)}; "
+        f"{owner.__name__}.forward was replaced by {home_of(inner)}."
+        f"{getattr(inner, '__qualname__', type(inner).__qualname__)}; "
         "undo that patch, or apply fa2_pack_patch to a fresh process without it"
     )
 
@@ -275,6 +276,9 @@ def _foreign(module: torch.nn.Module, label: str) -> Optional[str]:
         return reason
     forward = module.__dict__.get("forward")
     if forward is None or "_hf_hook" in module.__dict__:
+        return None
+    own = getattr(forward, "__func__", None) is type(module).forward
+    if own and forward.__self__ is module:  # accelerate leaves that when its hooks are removed
         return None
     return (
         f"{label}.forward was replaced on the module itself by {home_of(forward)}; undo that patch "

@@ -13,7 +13,7 @@ from . import kernels
 from .compat import BREAKS_SAY_WHY, implementation_of, is_compiling
 from .detect import foreign_core, stock_core
 from .errors import PackingError
-from .interceptors import INTERCEPTORS, home_of
+from .interceptors import INTERCEPTORS, home_of, layers_of
 from .layout import (
     Boundaries,
     PackedLayout,
@@ -128,10 +128,11 @@ class ModelHook:
             )
         call = by_name(module, args, kwargs)
         self.patch.traced = None  # of a compiled call that did not end
+        given = call.get("position_ids")
         run = self._run(call)
         if run is None:
             return None
-        self._still_whole()
+        self._still_whole(unseen=call["position_ids"] is not given)
         if self.pooled is not None:
             raise PackingError(
                 f"{self.pooled} gives one result for each row, but this call packs "
@@ -163,13 +164,21 @@ class ModelHook:
             return args, kwargs
         return self._decide(module, args, kwargs) or (args, kwargs)
 
-    def _still_whole(self) -> None:
-        """Nobody replaced the attention of this model's code since the last packed call."""
+    def _still_whole(self, *, unseen: bool) -> None:
+        """Nobody replaced what apply relies on; ``unseen`` if no head saw this call before."""
         patch = self.patch
         if patch.stale is not None:
             raise PackingError(f"{patch.stale}.")
         if not self.base:
             return
+        for edit in patch.edits if unseen else ():
+            if isinstance(edit.value, HeadForward) and not edit.value.in_place():
+                raise PackingError(
+                    f"{type(edit.target).__name__}.forward was replaced after apply (now "
+                    f"{_owner(edit.target)}) and called without the model's hooks, so that the "
+                    "labels at the examples' first tokens would stay targets. Apply "
+                    "fa2_pack_patch last."
+                )
         module = patch.sites[0].module
         name = implementation_of(module, patch.config, patch.span.via)
         stock = stock_core(module, patch.span, name)
@@ -433,6 +442,10 @@ class HeadForward:
         if self.before is not None:
             return self.before  # type: ignore[no-any-return]
         return type(self.module).forward.__get__(self.module)  # type: ignore[no-any-return]
+
+    def in_place(self) -> bool:
+        """Whether a call of the module's forward still comes here."""
+        return any(layer is self for layer in layers_of(self.module.__dict__.get("forward")))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = self.hook.passed_by(self.module, args, kwargs)

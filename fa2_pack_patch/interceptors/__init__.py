@@ -7,7 +7,7 @@ only, with the one name it calls its kernel by bound to ours. Nothing process-wi
 from __future__ import annotations
 
 from . import dictionary, function, interface, method
-from .base import Interceptor, home_of
+from .base import Interceptor, home_of, layers_of
 
 INTERCEPTORS: dict[str, Interceptor] = {
     "method": method.INTERCEPTOR,
@@ -16,4 +16,4 @@ INTERCEPTORS: dict[str, Interceptor] = {
     "interface": interface.INTERCEPTOR,
 }
 
-__all__ = ["INTERCEPTORS", "Interceptor", "home_of"]
+__all__ = ["INTERCEPTORS", "Interceptor", "home_of", "layers_of"]

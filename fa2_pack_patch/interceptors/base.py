@@ -123,7 +123,8 @@ def copied(module: dict[str, Any], names: dict[str, Any]) -> dict[str, Any]:
     return scope
 
 
-def _layers(function: Any) -> Iterator[Any]:
+def layers_of(function: Any) -> Iterator[Any]:
+    """A function, and what it is around: bound methods, partials and decorators are opened."""
     while function is not None:
         yield function
         inner = None
@@ -135,16 +136,19 @@ def _layers(function: Any) -> Iterator[Any]:
 def home_of(function: Any) -> str:
     """The module whose code runs when ``function`` is called: somebody else's, if there is any.
 
-    Names that a decorator copied are not believed: a function tells by its globals.
+    Names that a decorator copied are not believed: a function tells by its globals. Without a
+    stranger it is the innermost function's.
     """
-    homes = []
-    for layer in _layers(function):
+    homes = ["builtins"]
+    for layer in layers_of(function):
         scope = getattr(layer, "__globals__", None)
-        home = type(layer).__module__ if scope is None else scope.get("__name__", "")
-        if home not in ("functools", "builtins"):  # a partial, a bound method
-            homes.append(str(home))
-    strangers = [h for h in homes if not h.startswith(("transformers.", "torch."))]
-    return (strangers or homes or ["builtins"])[0]
+        home = type(layer).__module__ if scope is None else str(scope.get("__name__"))
+        if home in ("functools", "builtins"):  # a partial, a bound method
+            continue
+        homes.append(home)
+        if not home.startswith(("transformers.", "torch.")):
+            break
+    return homes[-1]
 
 
 def innermost(forward: Callable[..., Any]) -> types.FunctionType:
@@ -196,7 +200,8 @@ def _copy(function: types.FunctionType, scope: dict[str, Any], closure: Any) -> 
 
 def uses_name(forward: Callable[..., Any], name: str) -> bool:
     """Whether the function's code refers to ``name``, as a global or an attribute."""
-    return name in innermost(forward).__code__.co_names
+    code = getattr(inspect.unwrap(forward), "__code__", None)
+    return code is not None and name in code.co_names
 
 
 def running() -> Run:
@@ -316,12 +321,15 @@ def _target_dtype(module: torch.nn.Module, *tensors: torch.Tensor) -> torch.dtyp
         config = getattr(module, "config", None)
         dtype = getattr(config, "_pre_quantization_dtype", None)
     if dtype is None:
-        weights = (_weight(m).dtype for m in module.modules() if isinstance(m, torch.nn.Linear))
-        dtype = next((d for d in weights if d.is_floating_point), torch.float32)
+        weights = (_weight(m) for m in module.modules() if isinstance(m, torch.nn.Linear))
+        dtypes = (w.dtype for w in weights if w is not None and w.is_floating_point())
+        dtype = next(dtypes, torch.float32)
     return dtype
 
 
-def _weight(linear: torch.nn.Linear) -> torch.Tensor:
+def _weight(linear: torch.nn.Linear) -> Optional[torch.Tensor]:
     # Not as an attribute: under ZeRO-3 that gathers it, and ranks with nothing packed would not.
     weight = linear._parameters.get("weight")
-    return linear.weight if weight is None else weight
+    if weight is None:  # quantised layers have a packed one by another name, and ours may be none
+        weight = getattr(linear, "weight", None)
+    return weight if isinstance(weight, torch.Tensor) else None
