@@ -19,8 +19,9 @@ import torch
 from packaging.version import Version
 
 import fa2_pack_patch as fpp
-from fa2_pack_patch import compat
+from fa2_pack_patch import compat, registry
 from fa2_pack_patch.interceptors import home_of
+from tests.matrix import models
 from tests.matrix.kinds import TWO, Call, _plain, _positions, _varlen
 
 LIMIT = 2e-4
@@ -172,7 +173,7 @@ def offload_wrapper(model: torch.nn.Module) -> torch.nn.Module:
 def compiled(part: str) -> Wrap:
     def wrap(model: torch.nn.Module) -> torch.nn.Module:
         torch._dynamo.reset()
-        for n, layer in enumerate(model.model.layers):
+        for n, layer in list(enumerate(model.model.layers))[1:]:
             if part == "layer":
                 model.model.layers[n] = torch.compile(layer, backend="eager", dynamic=True)
             else:
@@ -235,7 +236,7 @@ STOCK: dict[str, Any] = {}
 
 def liger(model: torch.nn.Module) -> torch.nn.Module:
     """The real one's patching, where it is installed; its Triton kernels give way to torch."""
-    patches = pytest.importorskip("liger_kernel.transformers")
+    patches = pytest.importorskip("liger_kernel.transformers.monkey_patch", exc_type=ImportError)
     operations = importlib.import_module("liger_kernel.ops")
     for name, stand_in in _LIGER.items():
         getattr(operations, name).apply = stand_in
@@ -651,8 +652,7 @@ def test_a_decorated_forward_on_the_class(
 
 def core_of(model: torch.nn.Module) -> tuple[Any, str]:
     """Where this release keeps what its attention goes to: a dictionary or a class, and the key."""
-    patch = model.model.__dict__.get("_fa2_pack_patch")
-    assert patch is not None
+    patch = getattr(model, model.base_model_prefix)._fa2_pack_patch
     module = patch.sites[0].module
     code = vars(sys.modules[type(module).__module__])
     via, name = patch.span.via, patch.span.name
@@ -683,12 +683,12 @@ FOREIGN: dict[str, Callable[[types.ModuleType], Callable[[Any], Any]]] = {
 
 def foreign_cores() -> list[tuple[str, str]]:
     """Families and implementations whose attention this release calls by a name of its own."""
-    import transformers
-
-    release = Version(transformers.__version__)
-    found = [("gptj", "eager")] if release < Version("5.24") else []
-    if release >= Version("4.48"):
-        found += [("llama", "sdpa"), ("llama", "eager")]
+    release, found = compat.release(), []
+    for family in ("llama", "gptj", "gemma2", "gpt_neox"):
+        span = registry.families()[family].span(release)
+        if span and (span.via in ("dict", "interface") or span.name == "_attn"):
+            names = models.implementations(models.FAMILIES[family], str(release))
+            found += [(family, n) for n in names if n in ("eager", "sdpa")]
     return found
 
 
@@ -703,8 +703,6 @@ def test_somebody_elses_attention_function(
 ) -> None:
     """Packed would bypass it, so the model would not be what it is without packing."""
     model = build(family, implementation)
-    if family == "gptj":
-        model.model = model.transformer
     call = _positions(TWO)
     with other_library() as library:
         fpp.apply(model)
@@ -712,9 +710,8 @@ def test_somebody_elses_attention_function(
         place = core_of(model)
         with monkeypatch.context() as later:
             replace(later, place, FOREIGN[how](library))
-            if family != "gptj":
-                with pytest.raises(fpp.PackingError, match="since apply, .*other_library"):
-                    model(**call.kwargs)
+            with pytest.raises(fpp.PackingError, match="since apply, .*other_library"):
+                model(**call.kwargs)
             fpp.revert(model)
             refused(model)
         fpp.apply(model)
@@ -723,7 +720,6 @@ def test_somebody_elses_attention_function(
 
 def loaded_as_flash_attention() -> None:
     """In a process of its own, where Transformers believes in a flash-attn on the CPU."""
-    from tests.matrix import models
     from tests.matrix.standin import activate
 
     activate.activate()
