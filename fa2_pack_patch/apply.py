@@ -61,13 +61,30 @@ def apply(
             report = _still(patch, model, kernel)
             if report is not None:
                 return report
-            patch.undo()
-        found = detect(model, release)
-        if found.reasons:
-            raise UnsupportedModelError(found.subject, found.reasons)
-        if not allow_unverified:
-            note = _proved(found, note)
-        return _plan(found, kernel, note)
+        with _set_aside(patch):
+            found = detect(model, release)
+            if found.reasons:
+                raise UnsupportedModelError(found.subject, found.reasons)
+            if not allow_unverified:
+                note = _proved(found, note)
+            return _plan(found, kernel, note)
+
+
+@contextmanager
+def _set_aside(patch: Optional[Patch]) -> Iterator[None]:
+    """Undo an earlier patch for another one; put it back where there is none in the end."""
+    if patch is None:
+        yield
+        return
+    edits, report = list(patch.edits), patch.report
+    patch.undo()
+    try:
+        yield
+    except BaseException:
+        if report is not None:  # else it was half undone when it came here
+            patch.commit(edits)
+            patch.report = report
+        raise
 
 
 def _still(patch: Patch, model: torch.nn.Module, kernel: str) -> Optional[PatchReport]:
