@@ -7,8 +7,9 @@ this module.
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -124,8 +125,20 @@ def folder() -> Path:
 
 @lru_cache(maxsize=1)
 def families() -> dict[str, Family]:
-    """All families by name, in the order of their names."""
-    return {path.stem: read(path) for path in sorted(folder().glob("*.toml"))}
+    """All families by name, in the order of their names.
+
+    Raises:
+        RegistryError: a file is malformed, or two claim the same model.
+    """
+    found: dict[str, Family] = {}
+    claimed: dict[str, str] = {}
+    for path in sorted(folder().glob("*.toml")):
+        family = found[path.stem] = read(path)
+        for claim in (*family.model_types, f"{family.module}.{family.base}"):
+            other = claimed.setdefault(claim, path.name)
+            if other != path.name:
+                raise RegistryError(f"{path.name} and {other} both claim {claim!r}")
+    return found
 
 
 def by_base_class(module: str, name: str) -> Optional[Family]:
@@ -142,74 +155,129 @@ _KEYS = {
     "family", "title", "model_types", "since", "module", "base", "causal", "per_token", "pooled",
     "varlen_kwargs", "attention", "reference", "refuse", "note",
 }  # fmt: skip
+_SPAN_KEYS = {"releases", "via", "classes", "packed_class", "name"}
+_REFERENCE_KEYS = {
+    "releases", "implementations", "window", "layers", "softcap", "scale", "condition",
+}  # fmt: skip
+_MODULE = re.compile(r"transformers\.models(\.\w+)+\.modeling_\w+")
 
 
 def read(path: Path) -> Family:
     """One family from its file.
 
     Raises:
-        RegistryError: not TOML, a key missing, unknown or of the wrong kind.
+        RegistryError: unreadable, not TOML, a key missing, unknown or of the wrong kind.
     """
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise RegistryError(f"{path.name} cannot be read: {error}") from error
+    except (ValueError, RecursionError) as error:  # a number too long for an int, among others
         raise RegistryError(f"{path.name} is not TOML: {error}") from error
-    unknown = sorted(set(raw) - _KEYS)
-    if unknown:
-        raise RegistryError(f"{path.name} has unknown keys {unknown}; known: {sorted(_KEYS)}")
     if raw.get("family") != path.stem:
         raise RegistryError(f"{path.name}: family = {raw.get('family')!r} must be {path.stem!r}")
     try:
-        varlen = raw.get("varlen_kwargs")
-        return Family(
-            family=raw["family"],
-            title=raw["title"],
-            model_types=tuple(raw["model_types"]),
-            since=Version(raw["since"]),
-            module=raw["module"],
-            base=raw["base"],
-            causal=raw["causal"],
-            per_token=tuple(raw.get("per_token", ())),
-            pooled=tuple(raw.get("pooled", ())),
-            spans=tuple(_span(s) for s in raw["attention"]),
-            references=tuple(_reference(r) for r in raw.get("reference", ())),
-            refusals=tuple(
-                Refusal(dict(r["when"]), r["reason"], SpecifierSet(r.get("releases", "")))
-                for r in raw.get("refuse", ())
-            ),
-            notes=tuple(
-                Note(SpecifierSet(n.get("releases", "")), n["text"]) for n in raw.get("note", ())
-            ),
-            varlen_kwargs=SpecifierSet(varlen) if varlen else None,
-        )
+        return _family(_Table(raw, _KEYS))
     except (KeyError, TypeError, ValueError) as error:
         raise RegistryError(f"{path.name}: {type(error).__name__}: {error}") from error
 
 
-def _span(raw: Mapping[str, Any]) -> Span:
-    via = raw["via"]
-    if via not in VIA:
-        raise ValueError(f"via = {via!r} must be one of {VIA}")
-    name = raw.get("name") or _DEFAULT_NAME.get(via)
-    if not name:
-        raise ValueError(f"via = {via!r} needs a name")
-    return Span(
-        SpecifierSet(raw["releases"]), via, tuple(raw["classes"]), raw.get("packed_class"), name
+class _Table:
+    """A table of a file, whose values are asked for by their kind."""
+
+    def __init__(self, raw: Mapping[str, Any], known: set[str]) -> None:
+        unknown = sorted(set(raw) - known)
+        if unknown:
+            raise ValueError(
+                f"unknown keys {unknown}; known: {sorted(known)} (a file of a later version of "
+                "fa2_pack_patch?)"
+            )
+        self.raw = raw
+
+    def text(self, key: str, default: Optional[str] = None) -> str:
+        value = self.raw[key] if default is None else self.raw.get(key, default)
+        if not isinstance(value, str):
+            raise TypeError(f"{key} = {value!r} must be a string")
+        return value
+
+    def one_of(self, key: str, allowed: Sequence[Any], default: Any = None) -> Any:
+        value = self.raw[key] if default is None else self.raw.get(key, default)
+        if value not in allowed or type(value) not in {type(a) for a in allowed}:
+            raise ValueError(f"{key} = {value!r} must be one of {tuple(allowed)}")
+        return value
+
+    def name(self, key: str, default: Optional[str] = None) -> str:
+        value = self.text(key, default)
+        if not value.isidentifier():
+            raise ValueError(f"{key} = {value!r} must be a name")
+        return value
+
+    def texts(self, key: str, default: Optional[list[str]] = None) -> tuple[str, ...]:
+        value = self.raw[key] if default is None else self.raw.get(key, default)
+        if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
+            raise TypeError(f"{key} = {value!r} must be a list of strings")
+        return tuple(value)
+
+    def tables(self, key: str, known: set[str]) -> list[_Table]:
+        value = self.raw.get(key, [])
+        if not isinstance(value, list) or not all(isinstance(v, dict) for v in value):
+            raise TypeError(f"{key} = {value!r} must be a list of tables")
+        return [_Table(v, known) for v in value]
+
+    def releases(self, key: str = "releases", default: Optional[str] = None) -> SpecifierSet:
+        return SpecifierSet(self.text(key, default))
+
+
+def _family(raw: _Table) -> Family:
+    module = raw.text("module")
+    if not _MODULE.fullmatch(module):
+        raise ValueError(f"module = {module!r} must be a modeling module of Transformers")
+    spans = tuple(_span(s) for s in raw.tables("attention", _SPAN_KEYS))
+    if not spans:
+        raise ValueError("attention is empty: no release in which the family is reached")
+    return Family(
+        family=raw.text("family"),
+        title=raw.text("title"),
+        model_types=raw.texts("model_types"),
+        since=Version(raw.text("since")),
+        module=module,
+        base=raw.name("base"),
+        causal=raw.name("causal"),
+        per_token=raw.texts("per_token", []),
+        pooled=raw.texts("pooled", []),
+        spans=spans,
+        references=tuple(_reference(r) for r in raw.tables("reference", _REFERENCE_KEYS)),
+        refusals=tuple(_refusal(r) for r in raw.tables("refuse", {"when", "reason", "releases"})),
+        notes=tuple(
+            Note(n.releases(default=""), n.text("text"))
+            for n in raw.tables("note", {"releases", "text"})
+        ),
+        varlen_kwargs=raw.releases("varlen_kwargs") if "varlen_kwargs" in raw.raw else None,
     )
 
 
-def _reference(raw: Mapping[str, Any]) -> Reference:
-    window, layers = raw.get("window", "none"), raw.get("layers", "all")
-    if window not in ("none", "W", "W+1"):
-        raise ValueError(f"window = {window!r} must be 'none', 'W' or 'W+1'")
-    if layers not in ("all", "kernel", "layer_types", "even"):
-        raise ValueError(f"layers = {layers!r} must be 'all', 'kernel', 'layer_types' or 'even'")
+def _span(raw: _Table) -> Span:
+    via = raw.one_of("via", VIA)
+    packed = raw.name("packed_class") if "packed_class" in raw.raw else None
+    return Span(
+        raw.releases(), via, raw.texts("classes"), packed, raw.name("name", _DEFAULT_NAME.get(via))
+    )
+
+
+def _refusal(raw: _Table) -> Refusal:
+    when = raw.raw["when"]
+    if not isinstance(when, dict):
+        raise TypeError(f"when = {when!r} must be a table")
+    return Refusal(dict(when), raw.text("reason"), raw.releases(default=""))
+
+
+def _reference(raw: _Table) -> Reference:
     return Reference(
-        SpecifierSet(raw["releases"]),
-        tuple(raw["implementations"]),
-        window,
-        layers,
-        bool(raw.get("softcap", False)),
-        raw.get("scale"),
-        raw.get("condition"),
+        raw.releases(),
+        raw.texts("implementations"),
+        raw.one_of("window", ("none", "W", "W+1"), "none"),
+        raw.one_of("layers", ("all", "kernel", "layer_types", "even"), "all"),
+        raw.one_of("softcap", (True, False), False),
+        raw.one_of("scale", ("default",)) if "scale" in raw.raw else None,
+        raw.name("condition") if "condition" in raw.raw else None,
     )
