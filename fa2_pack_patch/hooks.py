@@ -147,8 +147,8 @@ class ModelHook:
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments for a forward that may have been called without its hooks (PEFT does)."""
-        if not self.patch.edits:
-            return args, kwargs
+        if not any(hook is self for hook in module._forward_pre_hooks.values()):
+            return args, kwargs  # reverted, or undone by somebody else
         call = by_name(module, args, kwargs)
         position_ids, mask = call.get("position_ids"), call.get("attention_mask")
         if is_compiling():
