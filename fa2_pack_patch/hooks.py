@@ -195,7 +195,8 @@ class ModelHook:
         if found is None:
             remember_unpacked(None if self.base else (position_ids, mask))
             return None
-        if mask is not None and plain is None and cache_of(call) is not None:
+        wide = mask is not None and getattr(mask, "shape", None) != (rows, tokens)
+        if wide and cache_of(call) is not None:
             return None  # generation into a static cache brings a mask of its own
         check_mask(mask, rows, tokens)
         check_inputs(call)

@@ -26,6 +26,7 @@ from .layout import (
 from .varlen import VarlenLayout
 
 VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+_LABELS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _CACHES = ("past_key_values", "past_key_value", "cache", "layer_past", "cache_params")
 
 # The position_ids that the model's own hook just found not to be packed: the base model's hook,
@@ -83,15 +84,18 @@ def check_inputs(call: Mapping[str, Any]) -> None:
 
 
 def check_labels(labels: torch.Tensor, rows: int, tokens: int) -> None:
-    """Refuse labels of as many tokens in other rows, whose first ones could not be told.
+    """Refuse labels of as many tokens whose first ones could not be told, or not be left out.
 
     Raises:
-        PackingError: quotes their shape.
+        PackingError: quotes their shape and dtype.
     """
-    if labels.numel() == rows * tokens and labels.dim() > 1 and labels.shape[-1] != tokens:
+    if labels.numel() != rows * tokens:
+        return  # the model's own loss says what is wrong
+    elsewhere = labels.dim() > 1 and labels.shape[-1] != tokens
+    if elsewhere or labels.dtype not in _LABELS or labels.layout != torch.strided:
         raise PackingError(
-            f"labels of shape {tuple(labels.shape)} do not fit packed rows; expected "
-            f"({rows}, {tokens})."
+            f"packed rows take labels of integers of shape ({rows}, {tokens}), got "
+            f"{describe(labels)}."
         )
 
 

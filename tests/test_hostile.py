@@ -379,12 +379,15 @@ def test_labels_in_other_rows(bench: Bench) -> None:
     two = {"input_ids": ROWS.view(2, 4), "position_ids": torch.tensor([[0, 1, 0, 1]] * 2)}
     assert "(4, 2)" in raised(bench, **two, labels=ROWS.view(4, 2))
     ends(bench, "right", **two, labels=ROWS.view(2, 4))
+    for odd in (ROWS.to_sparse(), ROWS.to(torch.uint32), ROWS.float()):
+        assert str(odd.dtype) in raised(bench, position_ids=RESETS, labels=odd)
 
 
 def test_a_mask_that_no_one_can_read(bench: Bench) -> None:
     mask = torch.ones(1, 8)
     for odd, says in ((mask.to_sparse(), "sparse"), (mask.to(torch.complex64), "complex64")):
         assert says in raised(bench, position_ids=RESETS, attention_mask=odd)
+        ends(bench, "refused", position_ids=RESETS, attention_mask=odd, past_key_values=Cache(0))
 
 
 def test_no_digit_is_lost_on_the_way_from_a_device() -> None:

@@ -119,9 +119,11 @@ def verdict(call: Hostile) -> Verdict:
     if inputs.dim() != (2 if inputs is kwargs.get("input_ids") else 3):
         return Verdict("refused", "inputs of another rank")
     labels = kwargs.get("labels")
-    if isinstance(labels, torch.Tensor) and labels.numel() == rows * tokens:
-        if labels.dim() > 1 and labels.shape[-1] != tokens:
-            return Verdict("refused", "labels in other rows")
+    many = isinstance(labels, torch.Tensor) and labels.numel() == rows * tokens
+    if many and (labels.dtype not in INTEGERS or labels.is_sparse):
+        return Verdict("refused", "labels that are no integers")
+    if many and labels.dim() > 1 and labels.shape[-1] != tokens:
+        return Verdict("refused", "labels in other rows")
     if cached or any(kwargs.get(n) for n in ("use_cache", "output_attentions")):
         return Verdict("refused", "a cache or attentions")
     if any(kwargs.get(n) is not None for n in ("head_mask", "encoder_hidden_states")):
