@@ -122,6 +122,8 @@ def implementation_kind(name: str) -> Optional[str]:
 
 def autocast_dtype(device_type: str) -> Optional[torch.dtype]:
     """The dtype of the autocast in force on ``device_type``, or None."""
+    if device_type == "meta":  # torch has no autocast there, and raises
+        return None
     if hasattr(torch, "get_autocast_dtype"):  # torch 2.4
         if torch.is_autocast_enabled(device_type):
             return torch.get_autocast_dtype(device_type)

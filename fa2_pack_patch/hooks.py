@@ -26,10 +26,13 @@ from .reading import (
     VARLEN,
     by_name,
     cache_of,
+    check_inputs,
+    check_labels,
     check_mask,
     describe_cache,
     device_layout,
     explicit,
+    fits,
     from_generate,
     handed_over,
     just_read,
@@ -202,10 +205,12 @@ class ModelHook:
             bound = self.patch.runs.bound(position_ids, self.patch)
             if bound is not None:
                 return bound
+            if position_ids.is_meta:
+                return None  # no values, no examples
         if varlen and from_generate(call, varlen, self.patch.release):
-            return None
-        elsewhere = inputs.device.type != "cpu"
-        if elsewhere and handed_over(call) and self.patch.explicit_seen and self.patch.rope is None:
+            varlen = {}
+        known = self.patch.explicit_seen and self.patch.rope is None
+        if varlen and known and inputs.device.type != "cpu" and handed_over(call, inputs.device):
             return self._handed_over(call, position_ids, mask, rows, tokens)
         if not varlen:
             if rows * tokens == 0 or tokens == 1:
@@ -233,7 +238,7 @@ class ModelHook:
             if odd and not varlen and cache_of(call) is not None:
                 return None
             ids = self._fitting(position_ids, rows, tokens)
-        plain = mask if isinstance(mask, torch.Tensor) and mask.shape == (rows, tokens) else None
+        plain = mask if fits(mask, rows, tokens) else None
         host_ids, host_mask, host_cu = to_host(ids, plain, varlen)
         if varlen:
             found: Optional[Boundaries] = explicit(
@@ -244,9 +249,11 @@ class ModelHook:
         if found is None:
             remember_unpacked(None if self.base else (position_ids, mask))
             return None
-        if mask is not None and plain is None and cache_of(call) is not None:
+        wide = mask is not None and getattr(mask, "shape", None) != (rows, tokens)
+        if wide and cache_of(call) is not None:
             return None  # generation into a static cache brings a mask of its own
         check_mask(mask, rows, tokens)
+        check_inputs(call)
         layout = PackedLayout.from_lengths(found.lengths, device=device, padding=found.padding)
         self._refuse(call, layout)
         self.patch.explicit_seen |= bool(varlen)
@@ -259,6 +266,7 @@ class ModelHook:
         self.patch.doubts.read()
         layout = device_layout(call, rows * tokens)
         self._refuse(call, None)
+        check_inputs(call)
         check_mask(mask, rows, tokens)
         carried = self._carried(position_ids, layout, rows, tokens)
         self.patch.doubts.add(
@@ -305,7 +313,6 @@ class ModelHook:
         tokens: int,
         device: torch.device,
     ) -> Run:
-        generated = host_ids is None
         positions = layout.positions().view(rows, tokens) if host_ids is None else host_ids
         # The model's own contiguous int64 copy: nobody else writes to it, and it carries the run.
         if ids is None or any(layout.padding):
@@ -319,13 +326,10 @@ class ModelHook:
             carried = ids.to(device=device, dtype=torch.int64, copy=True).contiguous()
         flat = positions.reshape(-1)
         ends = torch.tensor([s + n - 1 for s, n in zip(layout.starts, layout.lengths)])
-        reach = (flat[ends] + 1).tolist()
-        if self.patch.rope is not None:
+        reach = [last + 1 for last in flat[ends].tolist()]  # as int64 the largest would wrap
+        if self.patch.rope is not None and not all(layout.padding):
             check_lengths(self.patch.rope, layout, reach)
         run = Run(layout, positions, max(reach), self.patch)
-        if not generated:
-            first = torch.tensor(layout.starts[1:], dtype=torch.long)
-            run.distinct = bool((flat[first] <= flat[first - 1]).all()) if len(first) else False
         self.patch.runs.bind(carried, run)
         call["position_ids"] = carried
         return run
@@ -341,6 +345,7 @@ class ModelHook:
             call["attention_mask"] = (mask != 0).to(mask.dtype)
         labels = call.get("labels")
         if not self.base and isinstance(labels, torch.Tensor):
+            check_labels(labels, *call["position_ids"].shape)
             if isinstance(run.layout, PackedLayout):
                 call["labels"] = without_first(labels, run.layout)
             elif labels.numel() == run.layout.tokens:

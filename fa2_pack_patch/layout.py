@@ -16,11 +16,21 @@ import torch
 from .errors import PackingError
 
 _SHOWN = 24
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8) + tuple(
+    getattr(torch, name) for name in ("uint16", "uint32") if hasattr(torch, name)
+)
+_MASKS = (torch.bool, torch.float32, torch.float64, torch.bfloat16, torch.float16) + (
+    (torch.uint64,) if hasattr(torch, "uint64") else ()
+)
+#: up to here every whole number is a float64 of its own
+_EXACT = 2.0**53
 
 
 def quote(values: object) -> str:
     """The caller's own values, shortened to fit into an error message."""
     if isinstance(values, torch.Tensor):
+        if values.is_meta or values.layout != torch.strided:
+            return describe(values)
         values = values.detach().cpu().tolist()
     if isinstance(values, (list, tuple)) and len(values) > _SHOWN:
         head = ", ".join(str(v) for v in values[:_SHOWN])
@@ -76,7 +86,10 @@ class PackedLayout:
         Raises:
             PackingError: no lengths, or one that is not a positive integer.
         """
-        counts = tuple(int(n) for n in lengths)
+        try:
+            counts = tuple(int(n) for n in lengths)
+        except (TypeError, ValueError, OverflowError, RuntimeError):  # nan, infinity, no numbers
+            counts, lengths = (), [lengths]  # type: ignore[list-item]
         if not counts or any(n < 1 for n in counts) or any(n != m for n, m in zip(counts, lengths)):
             raise PackingError(
                 f"lengths must be one or more positive integers, got {quote(list(lengths))}; "
@@ -104,13 +117,12 @@ class PackedLayout:
             PackingError: not one-dimensional, not from 0, not strictly increasing (trailing
                 repeats of the last value are left out), or not ending at ``tokens``.
         """
-        given = torch.as_tensor(cu_seqlens)
-        host = given.detach().cpu()
-        if host.dim() != 1 or host.numel() < 2 or host.is_floating_point():
+        given = as_tensor("cu_seqlens", cu_seqlens)
+        if given.dim() != 1 or given.numel() < 2 or not holds_integers(given):
             raise PackingError(
-                "cu_seqlens must be integers of shape (examples + 1,), got "
-                f"{host.dtype} of shape {tuple(host.shape)}."
+                f"cu_seqlens must be integers of shape (examples + 1,), got {describe(given)}."
             )
+        host = given.detach().cpu()
         ends = [int(x) for x in host.tolist()]
         lengths = [b - a for a, b in zip(ends, ends[1:])]
         while len(lengths) > 1 and lengths[-1] == 0:  # a fixed number of entries
@@ -141,8 +153,9 @@ class PackedLayout:
             PackingError: contradictory or malformed input.
         """
         ids = check_position_ids(position_ids)
-        mask = None if attention_mask is None else attention_mask.detach().cpu()
+        mask = None if attention_mask is None else _mask_on_host(attention_mask)
         host = ids.detach().cpu().to(torch.int64)
+        _check_tokens("position_ids", host)
         found = read_boundaries(host, mask, always=True)
         assert found is not None
         return cls.from_lengths(found.lengths, device=ids.device, padding=found.padding)
@@ -150,9 +163,11 @@ class PackedLayout:
     @classmethod
     def from_segment_ids(cls, segment_ids: torch.Tensor) -> PackedLayout:
         """The layout of ``(rows, tokens)`` segment ids: 1,1,2,2,3,0 with 0 for padding."""
-        host = segment_ids.detach().cpu()
+        segment_ids = as_tensor("segment_ids", segment_ids)
+        host = _mask_on_host(segment_ids)
         if host.dim() == 1:
             host = host[None]
+        _check_tokens("segment_ids", host)
         found = read_boundaries(None, host, always=True)
         assert found is not None
         return cls.from_lengths(found.lengths, device=segment_ids.device, padding=found.padding)
@@ -182,15 +197,7 @@ class PackedLayout:
         Raises:
             PackingError: the tensor has another number of tokens.
         """
-        flat = tensor
-        if tensor.dim() > 1 and tensor.shape[0] != self.tokens:
-            flat = tensor.reshape(-1, *tensor.shape[2:])
-        if flat.shape[0] != self.tokens:
-            raise PackingError(
-                f"this layout has {self.tokens} tokens, got a tensor of shape "
-                f"{tuple(tensor.shape)}; give (rows, tokens, ...) or (tokens, ...)."
-            )
-        parts = flat.split_with_sizes(list(self.lengths))
+        parts = self._flat(tensor).split_with_sizes(list(self.lengths))
         return [p for p, pad in zip(parts, self.padding or (False,) * self.examples) if not pad]
 
     def mask(self) -> torch.Tensor:
@@ -217,6 +224,10 @@ class PackedLayout:
         """
         cu, ids = batch.get("cu_seq_lens_q"), batch.get("position_ids")
         mask = batch.get("attention_mask")
+        if mask is not None and not isinstance(mask, torch.Tensor):
+            raise PackingError(
+                f"attention_mask must be a tensor, got a {type(mask).__name__}: {quote(mask)}."
+            )
         if cu is None:
             if ids is not None:
                 return cls.from_position_ids(ids, mask)
@@ -310,7 +321,7 @@ class PackedLayout:
     def _flat(self, tensor: torch.Tensor) -> torch.Tensor:
         flat = tensor
         if tensor.dim() > 1 and tensor.shape[0] != self.tokens:
-            flat = tensor.reshape(-1, *tensor.shape[2:])
+            flat = tensor.flatten(0, 1)
         if tensor.dim() == 0 or flat.shape[0] != self.tokens:
             raise PackingError(
                 f"this layout has {self.tokens} tokens, got a tensor of shape "
@@ -352,14 +363,67 @@ def upload(host: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def check_position_ids(position_ids: torch.Tensor) -> torch.Tensor:
     """``position_ids`` as ``(rows, tokens)``, or a :class:`PackingError` that quotes it."""
+    if not isinstance(position_ids, torch.Tensor):
+        raise PackingError(
+            f"position_ids must be a tensor, got a {type(position_ids).__name__}: "
+            f"{quote(position_ids)}."
+        )
     if position_ids.dim() not in (1, 2):
         raise PackingError(
             f"position_ids must be (rows, tokens), got shape {tuple(position_ids.shape)}; "
             "three-dimensional (multimodal) positions are not supported."
         )
-    if position_ids.is_floating_point() or position_ids.dtype == torch.bool:
-        raise PackingError(f"position_ids must be int32 or int64, got {position_ids.dtype}.")
+    if not holds_integers(position_ids):
+        raise PackingError(f"position_ids must be int32 or int64, got {describe(position_ids)}.")
     return position_ids[None] if position_ids.dim() == 1 else position_ids
+
+
+def as_tensor(name: str, values: Any) -> torch.Tensor:
+    """A tensor of what the caller gave, or a :class:`PackingError` that quotes it."""
+    try:
+        return torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise PackingError(
+            f"{name} must be integers in a tensor, got a {type(values).__name__}: {quote(values)}."
+        ) from None
+
+
+def _check_tokens(name: str, values: torch.Tensor) -> None:
+    if values.dim() != 2 or not values.numel():
+        raise PackingError(
+            f"{name} must be (rows, tokens) with at least one token, got shape "
+            f"{tuple(values.shape)}."
+        )
+
+
+def holds_integers(tensor: torch.Tensor) -> bool:
+    """Whether a tensor holds integers that int64 holds too, and can be read: dense, not meta."""
+    return tensor.dtype in _INTEGERS and tensor.layout == torch.strided and not tensor.is_meta
+
+
+def describe(tensor: torch.Tensor) -> str:
+    """Dtype and shape of the caller's tensor, and whatever else is odd about it."""
+    odd = "" if tensor.layout == torch.strided else f" ({tensor.layout})"
+    if tensor.is_meta:
+        odd += " on device meta, where it has no values"
+    return f"{tensor.dtype} of shape {tuple(tensor.shape)}{odd}"
+
+
+def is_mask(tensor: torch.Tensor) -> bool:
+    """Whether a tensor holds what a mask may hold, and can be read: dense and real numbers."""
+    usual = tensor.dtype in _INTEGERS or tensor.dtype in _MASKS
+    return usual and tensor.layout == torch.strided and not tensor.is_meta
+
+
+def _mask_on_host(mask: Any) -> torch.Tensor:
+    given = as_tensor("attention_mask", mask)
+    if not is_mask(given):
+        raise PackingError(
+            f"attention_mask must hold 0/1 or segment ids 0, 1, 2, …, got {describe(given)}."
+        )
+    host = given.detach().cpu()
+    keep = host.is_floating_point() or host.dtype == torch.bool
+    return host if keep else host.to(torch.int64)
 
 
 def read_boundaries(
@@ -382,7 +446,7 @@ def read_boundaries(
     shaped = position_ids if position_ids is not None else attention_mask
     assert shaped is not None
     rows, tokens = shaped.shape
-    real, segments = _read_mask(attention_mask, rows, tokens)
+    real, segments, odd = _read_mask(attention_mask, rows, tokens)
     start = torch.zeros(rows, tokens, dtype=torch.bool)
     start[:, 0] = True
     both = real[:, 1:] & real[:, :-1]
@@ -394,7 +458,7 @@ def read_boundaries(
     else:
         inner = (segments[:, 1:] != segments[:, :-1]) & both
         bad = (resets & ~inner).nonzero()
-        if len(bad) and bool(inner.any() or always):
+        if len(bad):
             row, at = (int(x) for x in bad[0])
             assert position_ids is not None
             raise PackingError(
@@ -405,11 +469,15 @@ def read_boundaries(
     start[:, 1:] |= inner | (real[:, 1:] != real[:, :-1])
     packed = bool(inner.any())
     hole = None
+    if odd is not None and (always or position_ids is None):
+        raise odd
     if not bool(real.all()):
         gap_packed, hole = _across_gaps(position_ids, segments, real)
         packed = packed or gap_packed
     if not packed and not always:
         return None
+    if odd is not None:
+        raise odd
     if packed and hole is not None:
         row, before, after = hole
         what = segments if segments is not None else position_ids
@@ -426,9 +494,10 @@ def read_boundaries(
 
 def _read_mask(
     mask: Optional[torch.Tensor], rows: int, tokens: int
-) -> tuple[torch.Tensor, Optional[torch.Tensor]]:
+) -> tuple[torch.Tensor, Optional[torch.Tensor], Optional[PackingError]]:
+    """Which tokens are real, their segment ids if it has any, and what is wrong with its values."""
     if mask is None:
-        return torch.ones(rows, tokens, dtype=torch.bool), None
+        return torch.ones(rows, tokens, dtype=torch.bool), None, None
     if mask.dim() != 2 or tuple(mask.shape) != (rows, tokens):
         raise PackingError(
             f"attention_mask must be (rows, tokens) = ({rows}, {tokens}) with 0/1 or segment ids, "
@@ -436,14 +505,18 @@ def _read_mask(
             "rows."
         )
     if mask.dtype == torch.bool:
-        return mask, None
-    fractions = mask.is_floating_point() and bool((mask != mask.round()).any())
-    if fractions or bool((mask < 0).any()):
-        raise PackingError(
+        return mask, None, None
+    odd, real = None, mask != 0
+    wrong = mask < 0
+    if mask.is_floating_point():  # nan and infinities are no whole numbers either
+        wrong = wrong | (mask != mask.round()) | (mask >= _EXACT)
+    if bool(wrong.any()):
+        odd = PackingError(
             f"attention_mask must hold 0/1 or segment ids 0, 1, 2, …, got {quote(mask.flatten())}."
         )
-    real = mask != 0
-    return real, (mask.to(torch.int64) if bool((mask > 1).any()) else None)
+    elif bool((mask > 1).any()):
+        return real, mask.to(torch.int64), None
+    return real, None, odd
 
 
 def _across_gaps(

@@ -10,13 +10,24 @@ from typing import Any, Optional
 
 import torch
 from packaging.version import Version
+from torch import int64
 
 from . import compat
 from .errors import PackingError
-from .layout import Boundaries, PackedLayout, quote, read_boundaries, upload
+from .layout import (
+    Boundaries,
+    PackedLayout,
+    as_tensor,
+    describe,
+    is_mask,
+    quote,
+    read_boundaries,
+    upload,
+)
 from .varlen import VarlenLayout
 
 VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+_LABELS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _CACHES = ("past_key_values", "past_key_value", "cache", "layer_past", "cache_params")
 
 # The position_ids that the model's own hook just found not to be packed: the base model's hook,
@@ -34,8 +45,11 @@ def by_name(
     return call
 
 
-def handed_over(call: Mapping[str, Any]) -> bool:
-    """Whether all varlen arguments are there and need no reading: tensors and Python ints."""
+def handed_over(call: Mapping[str, Any], device: Optional[torch.device] = None) -> bool:
+    """Whether all varlen arguments are there and need no reading: tensors and Python ints.
+
+    With a ``device``, the tensors must lie there; elsewhere nothing can be gained.
+    """
     q, k, longest, other = (call.get(name) for name in VARLEN)
     return (
         isinstance(q, torch.Tensor)
@@ -43,6 +57,7 @@ def handed_over(call: Mapping[str, Any]) -> bool:
         and q.dim() == 1
         and q.shape == k.shape
         and q.dtype == k.dtype == torch.int32
+        and (device is None or q.device == k.device == device)
         and isinstance(longest, int)
         and isinstance(other, int)
     )
@@ -54,19 +69,55 @@ def device_layout(call: Mapping[str, Any], tokens: int) -> VarlenLayout:
     return VarlenLayout(call[VARLEN[0]], min(longest, tokens), tokens)
 
 
+def check_inputs(call: Mapping[str, Any]) -> None:
+    """Refuse input_ids that are not ``(rows, tokens)``, and embeddings with more or less to them.
+
+    Raises:
+        PackingError: quotes their shape.
+    """
+    shapes = {"input_ids": "(rows, tokens)", "inputs_embeds": "(rows, tokens, width)"}
+    for name, shape in shapes.items():
+        given = call.get(name)
+        if isinstance(given, torch.Tensor) and given.dim() != shape.count(",") + 1:
+            raise PackingError(
+                f"a packed call takes {name} of shape {shape}, got {tuple(given.shape)}."
+            )
+
+
+def check_labels(labels: torch.Tensor, rows: int, tokens: int) -> None:
+    """Refuse labels of as many tokens whose first ones could not be told, or not be left out.
+
+    Raises:
+        PackingError: quotes their shape and dtype.
+    """
+    if labels.numel() != rows * tokens:
+        return  # the model's own loss says what is wrong
+    elsewhere = labels.dim() > 1 and labels.shape[-1] != tokens
+    if elsewhere or labels.dtype not in _LABELS or labels.layout != torch.strided:
+        raise PackingError(
+            f"packed rows take labels of integers of shape ({rows}, {tokens}), got "
+            f"{describe(labels)}."
+        )
+
+
 def check_mask(mask: Any, rows: int, tokens: int) -> None:
     """Refuse a mask that is not ``(rows, tokens)``.
 
     Raises:
         PackingError: quotes its shape.
     """
-    if mask is None or (isinstance(mask, torch.Tensor) and mask.shape == (rows, tokens)):
+    if mask is None or fits(mask, rows, tokens):
         return
-    shape = f"shape {tuple(mask.shape)}" if hasattr(mask, "shape") else type(mask).__name__
+    given = describe(mask) if isinstance(mask, torch.Tensor) else f"a {type(mask).__name__}"
     raise PackingError(
-        f"a packed call takes a 2-D attention_mask of shape (rows, tokens) or none, got {shape}; "
+        "a packed call takes a 2-D attention_mask of shape (rows, tokens) = "
+        f"({rows}, {tokens}) of integers, bools or floats, or none, got {given}; "
         "encoder, prefix and 4-D masks cannot go with packed rows."
     )
+
+
+def fits(mask: Any, rows: int, tokens: int) -> bool:
+    return isinstance(mask, torch.Tensor) and mask.shape == (rows, tokens) and is_mask(mask)
 
 
 def may_be_segments(mask: Any) -> bool:
@@ -109,26 +160,50 @@ def to_host(
 ) -> tuple[Optional[torch.Tensor], Optional[torch.Tensor], list[Optional[torch.Tensor]]]:
     """All that must be read, with one transfer for each device it lies on."""
     cu = [varlen.get(name) for name in VARLEN[:2]]
+    for name, given in zip(VARLEN, cu):
+        if isinstance(given, torch.Tensor) and (given.is_meta or given.layout != torch.strided):
+            raise PackingError(f"{name} must be a tensor with values, got {describe(given)}.")
     tensors = [t for t in (ids, mask, *cu) if isinstance(t, torch.Tensor)]
     on_device = [t for t in tensors if t.device.type != "cpu"]
     moved: dict[int, torch.Tensor] = {}
     if len(on_device) > 1 and len({t.device for t in on_device}) == 1:
-        joined = torch.cat([t.reshape(-1).to(torch.float64) for t in on_device]).cpu()
+        joined = torch.cat([_bits(t) for t in on_device]).cpu()
         parts = joined.split_with_sizes([t.numel() for t in on_device])
         moved = {id(t): p.view(t.shape) for t, p in zip(on_device, parts)}
 
-    def host(t: Any) -> Any:
-        if not isinstance(t, torch.Tensor):
-            return None if t is None else torch.as_tensor(t)
+    def host(name: str, values: Any) -> Optional[torch.Tensor]:
+        if values is None:
+            return None
+        t = values if isinstance(values, torch.Tensor) else as_tensor(name, values)
         here = moved.get(id(t))
-        if here is None:
-            here = t.detach().cpu()
-        return here.to(torch.int64) if not t.is_floating_point() and t.dtype != torch.bool else here
+        if t.is_floating_point():
+            return t.detach().cpu() if here is None else here.view(torch.float64)
+        here = t.detach().cpu() if here is None else here
+        return here if t.is_complex() else here.to(torch.bool if t.dtype == torch.bool else int64)
 
-    mask_host = host(mask)
-    if mask is not None and mask.dtype == torch.bool and mask_host is not None:
-        mask_host = mask_host.to(torch.bool)
-    return host(ids), mask_host, [host(c) for c in cu]
+    lengths = [host(name, values) for name, values in zip(VARLEN, cu)]
+    return host("position_ids", ids), host("attention_mask", mask), lengths
+
+
+def _bits(t: torch.Tensor) -> torch.Tensor:
+    """A tensor's values as int64, floats by their bits: none loses a digit."""
+    flat = t.detach().reshape(-1)
+    return flat.to(torch.float64).view(int64) if t.is_floating_point() else flat.to(int64)
+
+
+def _count(name: str, value: Any) -> int:
+    """A length as a Python int, or a :class:`PackingError` that quotes it."""
+    try:
+        number = value.item() if hasattr(value, "item") else value
+        count = number if isinstance(number, (int, float)) else None
+        if count is not None and int(count) == count:
+            return int(count)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        pass
+    raise PackingError(
+        f"{name} must be a Python int, the tokens of the longest example, got a "
+        f"{type(value).__name__}: {quote(value)}."
+    )
 
 
 def explicit(
@@ -148,16 +223,17 @@ def explicit(
         )
     q, k = cu
     assert q is not None and k is not None
-    if not torch.equal(q, k):
+    if q.dtype != k.dtype or not torch.equal(q, k):
         raise PackingError(
             f"cu_seq_lens_q {quote(q)} and cu_seq_lens_k {quote(k)} differ; in self-attention over "
             "packed rows they are the same."
         )
     layout = PackedLayout.from_cu_seqlens(q, tokens=rows * tokens)
     for name in VARLEN[2:]:
-        if int(varlen[name]) < layout.max_seqlen:
+        longest = _count(name, varlen[name])
+        if longest < layout.max_seqlen:
             raise PackingError(
-                f"{name} is {int(varlen[name])}, but the longest example of cu_seq_lens_q "
+                f"{name} is {longest}, but the longest example of cu_seq_lens_q "
                 f"{quote(q)} has {layout.max_seqlen} tokens."
             )
     starts = torch.zeros(rows * tokens, dtype=torch.bool)
@@ -203,9 +279,11 @@ def from_generate(call: Mapping[str, Any], varlen: Mapping[str, Any], release: V
     if cache_of(call) is not None:
         return True
     q, k = varlen.get(VARLEN[0]), varlen.get(VARLEN[1])
-    if not compat.generate_hands_over_varlen(release) or q is None or k is None:
+    if not compat.generate_hands_over_varlen(release):
         return False
-    return q.shape == k.shape and not torch.equal(q, k)
+    if not isinstance(q, torch.Tensor) or not isinstance(k, torch.Tensor):
+        return False
+    return q.shape == k.shape and q.dtype == k.dtype and not torch.equal(q, k)
 
 
 def cache_of(call: Mapping[str, Any]) -> Any:

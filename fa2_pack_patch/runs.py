@@ -56,9 +56,24 @@ class Run:
         self.longest = longest
         self.owner_id = id(owner)
         self.done: set[int] = set()
-        #: false when the positions alone do not tell this run from another one
-        self.distinct = True
+        self._distinct: Optional[bool] = None
         self._sent: dict[torch.device, torch.Tensor] = {}
+
+    @property
+    def distinct(self) -> bool:
+        """Whether the positions alone tell this run from a call that is not packed (reads them).
+
+        They do not where they run on over a boundary, or where there is none.
+        """
+        if self.positions.is_meta or self.layout.cu_seqlens.is_meta:
+            self._distinct = False
+        if self._distinct is None:
+            flat = self.positions.reshape(-1)
+            starts = self.layout.cu_seqlens[1:-1].to(device=flat.device, dtype=torch.int64)
+            starts = starts[starts < flat.numel()]
+            anew = (flat[starts] <= flat[starts - 1]).all()
+            self._distinct = starts.numel() > 0 and bool(anew)
+        return self._distinct
 
     def layout_positions(self, device: torch.device) -> torch.Tensor:
         """The positions on ``device``; sent once for each of them."""
@@ -103,6 +118,8 @@ class Runs:
         return self._by_value(position_ids)
 
     def _by_storage(self, position_ids: torch.Tensor) -> Optional[Run]:
+        if position_ids.layout != torch.strided:
+            return None
         if storages_keep_attributes():
             return getattr(position_ids.untyped_storage(), _ATTRIBUTE, None)
         if self._kept:
@@ -114,10 +131,11 @@ class Runs:
 
     def _by_value(self, position_ids: torch.Tensor) -> Optional[Run]:
         # Offloaded or moved to another device between forward and recompute: another storage.
+        if position_ids.is_meta:
+            return None
+        shape = position_ids.shape
         with self._lock:
-            alive = [
-                r for r in self._weak if r.distinct and r.positions.shape == position_ids.shape
-            ]
+            alive = [r for r in self._weak if r.positions.shape == shape and r.distinct]
         if not alive:
             return None
         host = position_ids.detach().cpu()
