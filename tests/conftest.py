@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -17,11 +19,13 @@ from tests.matrix.kinds import TWO, Call, _positions
 
 
 @pytest.fixture(autouse=True)
-def no_cache_at_home(
-    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def no_cache_at_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Twins that pass are remembered in the user's cache; the tests have their own."""
-    monkeypatch.setenv("FA2_PACK_PATCH_CACHE", str(tmp_path_factory.mktemp("cache")))
+    # Not by monkeypatch, which would then be undone after the fixtures that rely on its end.
+    with mock.patch.dict(
+        os.environ, {"FA2_PACK_PATCH_CACHE": str(tmp_path_factory.mktemp("cache"))}
+    ):
+        yield
 
 
 @pytest.fixture(autouse=True)
