@@ -113,7 +113,7 @@ MUTANTS = [
     _m("flash-attn is not causal", "kernels/flash_attn.py", "causal=True", "causal=False"),
     _m("flash-attn loses the scale", "kernels/flash_attn.py", "softmax_scale=scale", "softmax_scale=None"),
     # undoing, and the registry
-    _m("revert leaves a hook", "patch.py", "getattr(self.target, name, {}).pop(self.hook_id, None)", "None", numbers=False),
+    _m("revert leaves a hook", "patch.py", "dictionary.pop(number, None)", "None", numbers=False),
     _m("one family's registry entry", "registry/phi.toml", "PhiForCausalLM", "PhiForCausalLm", numbers=False),
     _m("one family's window", "registry/mistral.toml", 'releases = ">=4.42"\nimplementations = ["eager", "sdpa"]\nwindow = "W"', 'releases = ">=4.42"\nimplementations = ["eager", "sdpa"]\nwindow = "W+1"'),
     # data
