@@ -123,13 +123,20 @@ model = torch.load(sys.argv[1], weights_only=False)
 import fa2_pack_patch
 kwargs, logits = torch.load(sys.argv[2])
 assert fa2_pack_patch.is_applied(model)
+def ours():
+    hooks = [h for m in model.modules() for d in (m._forward_pre_hooks, m._forward_hooks)
+             for h in d.values()]
+    return sum(type(h).__module__.startswith("fa2_pack_patch") for h in hooks)
+before = ours()
+assert before >= 3
 seen = []
-for module in (model, model.model):
+for module in (model.model, model):
     module.register_forward_pre_hook(lambda *_: seen.append("before"))
     module.register_forward_hook(lambda *_: seen.append("after"))
     module.register_forward_pre_hook(lambda *_: None, with_kwargs=True)
 for layer in model.model.layers:
     layer.register_forward_hook(lambda *_: None)
+assert ours() == before, (ours(), before)
 with torch.no_grad():
     error = (model(**kwargs).logits - logits).abs().max().item()
 assert error < 1e-5, error
