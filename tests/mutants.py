@@ -99,7 +99,7 @@ MUTANTS = [
     _m("first tokens stay targets", "reading.py", "    flat.index_fill_(0, starts, -100)\n", ""),
     _m("output_attentions passes", "hooks.py", "        if wants:\n", "        if False:\n", numbers=False),
     _m("contradictory lengths pass", "reading.py", "            if extra:\n", "            if False:\n", numbers=False),
-    _m("a short max_length passes", "reading.py", "if int(varlen[name]) < layout.max_seqlen:", "if False:", numbers=False),
+    _m("a short max_length passes", "reading.py", "if longest < layout.max_seqlen:", "if False:", numbers=False),
     # what each layer computes
     _m("the window is dropped", "patch.py", "return int(width) + (1 if rule.window == \"W+1\" else 0)", "return None"),
     _m("the window is one wider", "patch.py", "return int(width) + (1 if", "return int(width) + 1 + (1 if"),

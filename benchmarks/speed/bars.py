@@ -84,10 +84,8 @@ class Least:
         return Bar(self.what, bar, seen, _verdict(len(held) == len(found)))
 
 
-_FILLED = "/b32$"
 _STEPS = [
-    Least("patched / ceiling, where the chip is filled", "table", "ours", "ceiling", 0.98, _FILLED),
-    Least("patched / ceiling, small steps", "table", "ours", "ceiling", 0.98, "/b4$|tok$"),
+    Least("patched / ceiling, everywhere", "table", "ours", "ceiling", 0.98),
     Least("patched / stock packed", "table", "ours", "stock", 1.0),
     Least(
         "patched / stock packed, from position_ids alone, 1B and 2,048 tokens",
