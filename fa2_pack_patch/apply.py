@@ -64,7 +64,7 @@ def apply(
         with _set_aside(patch):
             found = detect(model, release)
             if found.reasons:
-                raise UnsupportedModelError(found.subject, found.reasons)
+                raise UnsupportedModelError(found.subject, found.reasons + ([note] if note else []))
             if not allow_unverified:
                 note = _proved(found, note)
             return _plan(found, kernel, note)
