@@ -401,17 +401,18 @@ class CountHook:
             # Layers in a graph are not counted, so that it stays whole: they are ours or not.
             self._count(run, [s for s in self.patch.sites if not in_place(s)])
         elif is_compiling():
-            eagerly(_WHY, self._check, kwargs)
+            eagerly(_WHY, self._check, kwargs, output)
         else:
-            self._check(kwargs)
+            self._check(kwargs, output)
 
-    def _check(self, kwargs: dict[str, Any]) -> None:
+    def _check(self, kwargs: dict[str, Any], output: Any) -> None:
         position_ids = kwargs.get("position_ids")
         if not isinstance(position_ids, torch.Tensor):
             return
         run = self.patch.runs.bound(position_ids, self.patch)
         if run is not None:
             self._count(run, self.patch.sites)
+            self.patch.runs.keep(run, output)
 
     def _count(self, run: Run, sites: Sequence[Site]) -> None:
         missed = [s for s in sites if s.index not in run.done]
@@ -492,10 +493,10 @@ class PackedForward:
             return eagerly(_WHY, self._forward, *args, **kwargs)
         return self._forward(*args, **kwargs)
 
-    def _run(self, position_ids: torch.Tensor) -> Optional[Run]:
+    def _run(self, position_ids: torch.Tensor, hidden_states: Any) -> Optional[Run]:
         patch, traced = self.site.patch, self.site.patch.traced
         if traced is None:
-            return patch.runs.find(position_ids)
+            return patch.runs.find(position_ids, hidden_states)
         # A compiled forward is under way, and the model's own code broke its graph at this layer;
         # or another forward, which is bound already, is recomputed after one that failed.
         earlier = patch.runs.bound(position_ids, patch)
@@ -507,7 +508,9 @@ class PackedForward:
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         site = self.site
         position_ids = kwargs.get("position_ids")
-        run = self._run(position_ids) if position_ids is not None else None
+        run = None
+        if position_ids is not None:
+            run = self._run(position_ids, args[0] if args else kwargs.get("hidden_states"))
         if run is None:
             if self.before is not None:
                 return self.before(*args, **kwargs)

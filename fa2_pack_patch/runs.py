@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Optional, Union
 
@@ -110,11 +111,30 @@ class Runs:
         run = self._by_storage(position_ids)
         return run if run is not None and run.owner_id == id(owner) else None
 
-    def find(self, position_ids: torch.Tensor) -> Optional[Run]:
-        """The run that ``position_ids`` belongs to, or None."""
+    def keep(self, run: Run, output: Any) -> None:
+        """Let ``run`` live as long as the graph that led to the model's ``output`` does.
+
+        A recompute may be given other tensors than the forward was, and finds its run by value: an
+        offloading framework or an old release's checkpoints keep no tensor that carries it.
+        """
+        for tensor in _tensors(output):
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.metadata[_ATTRIBUTE] = run  # type: ignore[index]
+
+    def find(self, position_ids: torch.Tensor, hidden_states: Any) -> Optional[Run]:
+        """The run that ``position_ids`` belongs to, or None.
+
+        Args:
+            position_ids: as an attention module is given them.
+            hidden_states: its input, ``(rows, tokens, ...)``.
+        """
         run = self._by_storage(position_ids)
-        if run is not None or not self._weak or position_ids.dim() != 2:
+        if run is not None or not self._weak:
             return run
+        if not isinstance(hidden_states, torch.Tensor):
+            return None
+        if hidden_states.shape[:2] != position_ids.shape:
+            return None  # not a packed call: each token of one has a position
         return self._by_value(position_ids)
 
     def _by_storage(self, position_ids: torch.Tensor) -> Optional[Run]:
@@ -133,13 +153,15 @@ class Runs:
         # Offloaded or moved to another device between forward and recompute: another storage.
         if position_ids.is_meta:
             return None
-        shape = position_ids.shape
         with self._lock:
-            alive = [r for r in self._weak if r.positions.shape == shape and r.distinct]
+            alive = [run for run in self._weak if run.positions.shape == position_ids.shape]
         if not alive:
             return None
         host = position_ids.detach().cpu()
-        same = [run for run in alive if torch.equal(run.positions.cpu(), host)]
+        same = [run for run in alive if not run.positions.is_meta]
+        same = [run for run in same if torch.equal(run.positions.cpu(), host)]
+        if not in_backward():  # a layer that is missing from its forward is noticed at the end
+            same = [run for run in same if run.distinct]
         if not same:
             return None
         if len({run.layout.lengths for run in same}) > 1:
@@ -148,5 +170,28 @@ class Runs:
                 f"forwards with these positions are in flight ({quote(host)}); give their padding "
                 "other positions, or run backward before the next forward."
             )
+        if not same[0].distinct:
+            raise PackingError(
+                "position_ids were moved between forward and recompute, and they alone do not say "
+                f"where the examples of that packed forward start ({quote(host)}): they run on "
+                "over a boundary. Give positions that start anew at each example, or leave "
+                "position_ids out beside cu_seq_lens_q."
+            )
         self.bind(position_ids, same[0])
         return same[0]
+
+
+def in_backward() -> bool:
+    """Whether this is called by autograd's backward: by a recompute."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _tensors(output: Any) -> Iterator[torch.Tensor]:
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        for value in output.values():
+            yield from _tensors(value)
+    elif isinstance(output, (tuple, list)):
+        for value in output:
+            yield from _tensors(value)

@@ -93,6 +93,10 @@ MUTANTS = [
         "offloaded positions are not found by value", "runs.py",
         "        return self._by_value(position_ids)\n", "        return None\n",
     ),
+    _m(
+        "a forward in flight is forgotten", "runs.py",
+        "tensor.grad_fn.metadata[_ATTRIBUTE] = run", "pass",
+    ),
     _m("a layer is skipped", "hooks.py", "        if run is None:\n            if self.before", "        if run is None or site.index == 1:\n            if self.before"),
     _m("missed layers are not counted", "hooks.py", "missed = ", "missed = [] and ", numbers=False),
     _m("a cache is built", "hooks.py", '        call["use_cache"] = False\n        mask = call', "        mask = call", numbers=False),

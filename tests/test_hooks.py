@@ -110,6 +110,45 @@ def test_recompute_of_offloaded_activations(build: Build) -> None:
         assert torch.allclose(parameter.grad, want[name], atol=LIMIT), name
 
 
+def test_offloaded_positions_that_do_not_tell_the_examples_are_refused(build: Build) -> None:
+    """Lengths beside positions that run on: a recompute with a copy of these cannot be packed."""
+    model = build("llama", "eager").train()
+    fpp.apply(model)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    model.enable_input_require_grads()
+    cu = torch.tensor([0, 4, 10], dtype=torch.int32)
+    call = {
+        "input_ids": torch.arange(10)[None] + 1,
+        "position_ids": torch.arange(10)[None],
+        **{"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 6, "max_length_k": 6},
+    }
+    model(**call).logits.sum().backward()  # nothing moved
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+        loss = model(**call).logits.sum()
+    attention = model.model.layers[1].self_attn
+    real = attention.forward
+    moved = []
+
+    def elsewhere(*args: Any, **kwargs: Any) -> Any:  # where checkpoints keep them otherwise
+        moved.append(True)
+        return real(*args, **{**kwargs, "position_ids": kwargs["position_ids"].clone()})
+
+    attention.__dict__["forward"] = elsewhere
+    with pytest.raises(fpp.PackingError, match="run on over a boundary"):
+        loss.backward()
+
+
+def test_one_token_with_the_positions_of_a_call_in_flight(build: Build) -> None:
+    """It is not packed, whatever its positions are: a packed call has one for each token."""
+    model = build("llama", "eager").train()
+    fpp.apply(model)
+    kept = model(input_ids=torch.tensor([[3, 5]]), position_ids=torch.tensor([[0, 0]]))
+    runs, moved = model.model._fa2_pack_patch.runs, torch.tensor([[0, 0]])
+    assert runs.find(moved, torch.zeros(1, 1, 8)) is None
+    assert runs.find(moved, torch.zeros(1, 2, 8)) is not None
+    assert kept.logits.requires_grad
+
+
 def test_moved_positions_lead_to_their_layout(build: Build, packed: Call) -> None:
     """Offloading frameworks give a recompute other tensors of the same values."""
     model = build("llama", "sdpa")
@@ -335,7 +374,7 @@ def test_the_tests_would_notice(build: Build, monkeypatch: pytest.MonkeyPatch, f
             bind(self, tensor, run)
 
         monkeypatch.setattr(runs, "bind", remember)
-        monkeypatch.setattr(runs, "find", lambda self, tensor: last["run"])
+        monkeypatch.setattr(runs, "find", lambda self, *given: last["run"])
         cells = gradients(model, wanted)
         assert cells["plain"]["status"] == "right"
         assert cells["checkpoint"]["status"] in ("wrong", "error")  # torch may notice, too
