@@ -68,6 +68,14 @@ def rotary_without_positions(version: Version, family: str) -> bool:
     return family == "phi3" and version == Version("4.44.0")
 
 
+def refuses_without_windows(family: str) -> bool:
+    """Whether a flash class raises where flash-attn has no windows, for models without one too.
+
+    Phi-3's does; Mistral's of old would compare lengths with a window that is None.
+    """
+    return family == "phi3"
+
+
 def rotary_length_adds_one(version: Version) -> bool:
     """Whether flash classes write ``max(tokens, last position) + 1``, and not the one inside."""
     return version < Version("4.44")

@@ -32,6 +32,15 @@ LIMIT = 2e-4
 PACKED = [k for k in KINDS if k.outcome == "right"]
 QUIET = [k for k in KINDS if k.outcome == "unchanged"]
 REFUSED = [k for k in KINDS if k.outcome == "refused"]
+RELEASE = Version(transformers.__version__)
+HERE = [n for n, case in models.FAMILIES.items() if models.available(case, str(RELEASE))]
+
+
+def checkpointed(model: Any) -> None:
+    """Reentrant activation checkpointing; 4.34 and 4.35 have no other kind and no option for it."""
+    options: dict[str, Any] = {"gradient_checkpointing_kwargs": {"use_reentrant": True}}
+    model.gradient_checkpointing_enable(**(options if Version("4.36") <= RELEASE else {}))
+    model.enable_input_require_grads()
 
 
 @pytest.mark.parametrize("kind", PACKED, ids=lambda k: k.name)
@@ -49,7 +58,10 @@ def test_packed_equals_separate(build: Build, family: str, implementation: str, 
 def test_other_calls_are_bitwise_unchanged(build: Build, kind: Kind) -> None:
     model = build("mistral", "sdpa")
     before = outcome(model, kind)
-    assert isinstance(before, torch.Tensor)
+    if kind.name == "single_offset" and Version("4.42") > RELEASE:
+        assert before.startswith("IndexError")  # stock's rope is as long as the row there
+    else:
+        assert isinstance(before, torch.Tensor)
     fpp.apply(model)
     assert same(before, outcome(model, kind))["status"] == "unchanged"
 
@@ -57,7 +69,9 @@ def test_other_calls_are_bitwise_unchanged(build: Build, kind: Kind) -> None:
 def test_generation_is_unchanged(build: Build) -> None:
     model = build("llama", "sdpa")
     before = generations(model)
-    assert sum(isinstance(v, torch.Tensor) for v in before.values()) >= 5
+    works = {name for name, value in before.items() if isinstance(value, torch.Tensor)}
+    assert works >= {"generate", "generate_left", "generate_no_cache", "prefill_decode"}
+    assert Version("4.38") > RELEASE or "one_token_step" in works
     fpp.apply(model)
     for name, value in generations(model).items():
         assert same(before[name], value)["status"] == "unchanged", name
@@ -71,7 +85,7 @@ def test_contradictions_are_refused(build: Build, kind: Kind) -> None:
     assert cell["status"] == "refused", cell
 
 
-@pytest.mark.parametrize("family", list(models.FAMILIES))
+@pytest.mark.parametrize("family", HERE)
 def test_every_family_in_this_release(build: Build, packed: Call, family: str) -> None:
     model, reference = build(family, "eager"), References(build(family, "eager"))
     fpp.apply(model)
@@ -81,7 +95,9 @@ def test_every_family_in_this_release(build: Build, packed: Call, family: str) -
     assert cell["status"] == "right", cell
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "mixtral"])
+@pytest.mark.parametrize(
+    "family", [n for n in HERE if n in ("llama", "qwen2", "gemma2", "mixtral")]
+)
 def test_gradients_recompute_and_two_forwards(build: Build, family: str) -> None:
     model, alone = build(family, "eager"), build(family, "eager").train()
     first, second = _positions(TWO), _positions([[3, 5, 12], [9, 9, 2]], seed=7)
@@ -91,7 +107,8 @@ def test_gradients_recompute_and_two_forwards(build: Build, family: str) -> None
     }
     fpp.apply(model)
     cells = gradients(model, wanted)
-    assert set(cells) == {"plain", "two_forwards", "checkpoint", "checkpoint_reentrant"}
+    kinds = {"plain", "two_forwards", "checkpoint_reentrant"}
+    assert set(cells) == kinds | ({"checkpoint"} if Version("4.36") <= RELEASE else set())
     for name, cell in cells.items():
         assert cell["status"] == "right", (name, cell)
 
@@ -102,8 +119,7 @@ def test_recompute_of_offloaded_activations(build: Build) -> None:
     call = _positions(TWO)
     want = separate_gradients(alone, [call])
     fpp.apply(model)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
-    model.enable_input_require_grads()
+    checkpointed(model)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
         packed_loss(model, call).backward()
     for name, parameter in model.named_parameters():
@@ -114,8 +130,7 @@ def test_offloaded_positions_that_do_not_tell_the_examples_are_refused(build: Bu
     """Lengths beside positions that run on: a recompute with a copy of these cannot be packed."""
     model = build("llama", "eager").train()
     fpp.apply(model)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
-    model.enable_input_require_grads()
+    checkpointed(model)
     cu = torch.tensor([0, 4, 10], dtype=torch.int32)
     call = {
         "input_ids": torch.arange(10)[None] + 1,
@@ -292,6 +307,8 @@ def test_errors_quote_the_input(build: Build) -> None:
 
 def test_rope_that_depends_on_the_longest_example(build: Build) -> None:
     scaling: dict[str, Any] = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    if Version("4.43") > RELEASE:
+        scaling = {"type": "dynamic", "factor": 2.0}
     options = {"max_position_embeddings": 8, "rope_scaling": scaling}
     model = build("llama", "sdpa", **options)
     fpp.apply(model)
@@ -303,15 +320,17 @@ def test_rope_that_depends_on_the_longest_example(build: Build) -> None:
         model(**_positions([[4, 9, 7]]).kwargs)
 
 
+@pytest.mark.skipif("phi3" not in HERE, reason="no family with longrope in this release")
 def test_longrope_switches_all_or_is_refused(build: Build) -> None:
-    factors = [1.0, 1.5, 2.0, 2.5]
-    scaling = {
-        "rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": factors,
-        "original_max_position_embeddings": 8, "factor": 8.0, "rope_theta": 10000.0,
+    scaling: dict[str, Any] = {
+        "type": "longrope" if Version("4.43") <= RELEASE else "su",
+        "short_factor": [1.0] * 4, "long_factor": [1.0, 1.5, 2.0, 2.5],
     }  # fmt: skip
-    options = {"rope_scaling": scaling, "sliding_window": None}
-    if "phi3" in models.FAMILIES:
-        options["original_max_position_embeddings"] = 8
+    if Version("5") <= RELEASE:
+        scaling |= {"rope_type": scaling.pop("type"), "factor": 8.0, "rope_theta": 10000.0}
+        scaling["original_max_position_embeddings"] = 8
+    options: dict[str, Any] = {"rope_scaling": scaling, "original_max_position_embeddings": 8}
+    options["sliding_window"] = None
     model = build("phi3", "sdpa", **options)
     reference = References(build("phi3", "sdpa", **options))
     fpp.apply(model)
@@ -336,7 +355,8 @@ def test_rows_longer_than_the_models_positions(build: Build) -> None:
 def test_the_tests_would_notice(build: Build, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     """Four mutants; each must make packed differ from separate."""
     family = "mistral" if fault == "window" else "llama"
-    model, reference = build(family, "sdpa"), References(build(family, "sdpa"))
+    how = "eager" if fault == "window" else "sdpa"  # stock as sdpa had no window once
+    model, reference = build(family, how), References(build(family, how))
     fpp.apply(model)
     real = fpp.PackedLayout.from_lengths.__func__
 
@@ -377,7 +397,8 @@ def test_the_tests_would_notice(build: Build, monkeypatch: pytest.MonkeyPatch, f
         monkeypatch.setattr(runs, "find", lambda self, *given: last["run"])
         cells = gradients(model, wanted)
         assert cells["plain"]["status"] == "right"
-        assert cells["checkpoint"]["status"] in ("wrong", "error")  # torch may notice, too
+        recomputed = cells.get("checkpoint", cells["checkpoint_reentrant"])
+        assert recomputed["status"] in ("wrong", "error")  # torch may notice, too
         assert cells["checkpoint_reentrant"]["status"] == "wrong"
         return
     call = _positions(TWO)
@@ -397,7 +418,7 @@ def test_one_read_of_the_input_per_forward(
     assert len(reads) == 1
     model(input_ids=torch.arange(3, 9)[None], position_ids=torch.arange(6)[None])
     assert len(reads) == 2
-    model(input_ids=torch.tensor([[5]]), position_ids=torch.tensor([[9]]))
+    model(input_ids=torch.tensor([[5]]), position_ids=torch.tensor([[0]]))
     model(input_ids=torch.tensor([[5, 6]]))
     assert len(reads) == 2
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Callable, Optional
 
 import torch
 
+from ..compat import refuses_without_windows
 from ..runs import current
 from .base import (
     Interceptor,
@@ -109,13 +110,16 @@ class _Method(Interceptor):
 
 
 class _Windowed:
-    """True for a model with a sliding window: asked when it runs."""
+    """True for a model with a sliding window, and for code that runs with no other: asked then."""
 
     def __init__(self, holder: Sited) -> None:
         self.holder = holder
 
     def __bool__(self) -> bool:
-        return getattr(self.holder.site.config, "sliding_window", None) is not None
+        site = self.holder.site
+        if refuses_without_windows(site.family.family):
+            return True
+        return getattr(site.config, "sliding_window", None) is not None
 
 
 INTERCEPTOR = _Method()
