@@ -12,7 +12,8 @@ import torch
 from . import compat, kernels, twin
 from .detect import Detection, Verdict, around, detect, find_base, is_pretrained, judge_config
 from .errors import UnsupportedModelError
-from .hooks import CountHook, HeadForward, ModelHook, PackedForward
+from .forwards import HeadForward, PackedForward
+from .hooks import CountHook, ModelHook
 from .interceptors.method import PackedMethod
 from .patch import ATTRIBUTE, Edit, Patch, PatchReport, Site
 from .rope import RotaryByExample, rope_rule, takes_row_length

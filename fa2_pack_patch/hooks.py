@@ -1,19 +1,17 @@
-"""The model hook, which decides once per forward, and the attention hook, which acts on it."""
+"""The hooks of a patched model: one decides for each forward, one counts the layers after it."""
 
 from __future__ import annotations
 
-import inspect
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Optional
 
 import torch
 
-from . import kernels
-from .compat import BREAKS_SAY_WHY, implementation_of, is_compiling
+from .compat import implementation_of, is_compiling
 from .detect import foreign_core, stock_core
 from .errors import PackingError
-from .interceptors import INTERCEPTORS, home_of, layers_of
+from .forwards import HeadForward, in_place, owner_of
+from .graphs import UNREAD, UNREAD_ROPE, eagerly
 from .layout import (
     Boundaries,
     PackedLayout,
@@ -26,10 +24,6 @@ from .reading import (
     VARLEN,
     by_name,
     cache_of,
-    check_inputs,
-    check_labels,
-    check_mask,
-    describe_cache,
     device_layout,
     explicit,
     fits,
@@ -42,25 +36,13 @@ from .reading import (
     to_host,
     without_first,
 )
+from .refusals import check_inputs, check_labels, check_mask, check_options
 from .rope import check_lengths
-from .runs import CURRENT, Run
+from .runs import Run
 from .varlen import VarlenLayout, labels_without_first
 
 if TYPE_CHECKING:
     from .patch import Patch, Site
-
-#: What torch.compile(fullgraph=True) says when it cannot have its one graph.
-_WHY = (
-    "fa2_pack_patch: only a call with all of cu_seq_lens_q and cu_seq_lens_k (int32 tensors of one "
-    "shape), max_length_q and max_length_k (Python ints) is packed inside of a graph; the "
-    "boundaries of any other are read outside of it. Pass them, as DataCollatorWithFlattening("
-    "tokens=..., max_examples=..., return_flash_attn_kwargs=True) does; or leave out fullgraph."
-)
-_WHY_ROPE = (
-    "fa2_pack_patch: this model's rope depends on the lengths of the examples, which are read "
-    "outside of the graph; leave out fullgraph=True."
-)
-_FOREIGN = ("head_mask", "encoder_hidden_states", "encoder_attention_mask")
 
 
 class ModelHook:
@@ -84,8 +66,8 @@ class ModelHook:
     ) -> Optional[tuple[tuple[Any, ...], dict[str, Any]]]:
         if is_compiling():
             call = by_name(module, args, kwargs)
-            why = _WHY if self.patch.rope is None else _WHY_ROPE
-            if why is _WHY and self.pooled is None and handed_over(call):
+            why = UNREAD if self.patch.rope is None else UNREAD_ROPE
+            if why is UNREAD and self.pooled is None and handed_over(call):
                 return self._trace(call)
             run = self.patch.traced
             if self.base and run is not None and run.positions is call.get("position_ids"):
@@ -100,7 +82,7 @@ class ModelHook:
             inputs = call["inputs_embeds"]
         rows, tokens = inputs.shape[0], inputs.shape[1]
         layout = device_layout(call, rows * tokens)
-        self._refuse(call, None)
+        check_options(call, None, self.patch.config)
         check_mask(call.get("attention_mask"), rows, tokens)
         call["position_ids"] = self._carried(call.get("position_ids"), layout, rows, tokens)
         labels = call.get("labels")
@@ -178,7 +160,7 @@ class ModelHook:
             if isinstance(edit.value, HeadForward) and not edit.value.in_place():
                 raise PackingError(
                     f"{type(edit.target).__name__}.forward was replaced after apply (now "
-                    f"{_owner(edit.target)}) and called without the model's hooks, so that the "
+                    f"{owner_of(edit.target)}) and called without the model's hooks, so that the "
                     "labels at the examples' first tokens would stay targets. Apply "
                     "fa2_pack_patch last."
                 )
@@ -255,7 +237,7 @@ class ModelHook:
         check_mask(mask, rows, tokens)
         check_inputs(call)
         layout = PackedLayout.from_lengths(found.lengths, device=device, padding=found.padding)
-        self._refuse(call, layout)
+        check_options(call, layout, self.patch.config)
         self.patch.explicit_seen |= bool(varlen)
         return self._bind(call, layout, ids, host_ids, plain, rows, tokens, device)
 
@@ -265,7 +247,7 @@ class ModelHook:
         """Varlen arguments on a GPU, after a first such call was read: nothing waits for it."""
         self.patch.doubts.read()
         layout = device_layout(call, rows * tokens)
-        self._refuse(call, None)
+        check_options(call, None, self.patch.config)
         check_inputs(call)
         check_mask(mask, rows, tokens)
         carried = self._carried(position_ids, layout, rows, tokens)
@@ -357,34 +339,6 @@ class ModelHook:
             device = call["position_ids"].device
             call["attention_mask"] = torch.zeros(1, 1, 1, 1, device=device)
 
-    def _refuse(self, call: Mapping[str, Any], layout: Optional[PackedLayout]) -> None:
-        what = "varlen arguments"
-        if layout is not None:
-            what = f"a packed row (lengths {quote(list(layout.lengths))})"
-        config = self.patch.config
-        wants = call.get("output_attentions")
-        if wants is None:
-            wants = getattr(config, "output_attentions", False)
-        if wants:
-            raise PackingError(
-                "output_attentions=True cannot go with packed rows: the kernels give no attention "
-                "weights. Pass output_attentions=False, or one example a row."
-            )
-        if call.get("use_cache"):
-            raise PackingError(
-                f"use_cache=True with {what}: a cache of several examples could not be "
-                "continued. Pass use_cache=False."
-            )
-        cache = cache_of(call)
-        if cache is not None:
-            raise PackingError(
-                f"{what} cannot go with a cache, got {describe_cache(cache)}. "
-                "Pass past_key_values=None and use_cache=False."
-            )
-        for name in _FOREIGN:
-            if call.get(name) is not None:
-                raise PackingError(f"{name} cannot go with packed rows; leave it out.")
-
 
 class CountHook:
     """Forward hook of the base model: every attention layer must have run packed."""
@@ -401,7 +355,7 @@ class CountHook:
             # Layers in a graph are not counted, so that it stays whole: they are ours or not.
             self._count(run, [s for s in self.patch.sites if not in_place(s)])
         elif is_compiling():
-            eagerly(_WHY, self._check, kwargs, output)
+            eagerly(UNREAD, self._check, kwargs, output)
         else:
             self._check(kwargs, output)
 
@@ -421,132 +375,6 @@ class CountHook:
         raise PackingError(
             f"{len(missed)} of {len(self.patch.sites)} attention layers did not run packed: "
             f"{', '.join(s.label for s in missed[:4])}. Their forward was replaced after apply "
-            f"(now {_owner(missed[0].module)}); the result would mix examples. Apply "
+            f"(now {owner_of(missed[0].module)}); the result would mix examples. Apply "
             "fa2_pack_patch last."
         )
-
-
-class HeadForward:
-    """Stands for the forward of a model with a head, for callers that pass its hook by.
-
-    PEFT calls ``model.forward(...)`` of the model it wraps; labels and varlen arguments are seen
-    here then. After the hook it hands everything on.
-    """
-
-    def __init__(self, module: torch.nn.Module, hook: ModelHook) -> None:
-        self.module = module
-        self.hook = hook
-        #: the instance's own forward that was there before apply, if any
-        self.before: Any = None
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        """Trainer and ``generate`` ask a model's forward for its arguments."""
-        return inspect.signature(self._stock())
-
-    def _stock(self) -> Callable[..., Any]:
-        if self.before is not None:
-            return self.before  # type: ignore[no-any-return]
-        return type(self.module).forward.__get__(self.module)  # type: ignore[no-any-return]
-
-    def in_place(self) -> bool:
-        """Whether a call of the module's forward still comes here."""
-        return any(layer is self for layer in layers_of(self.module.__dict__.get("forward")))
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = self.hook.passed_by(self.module, args, kwargs)
-        if self.before is not None:
-            return self.before(*args, **kwargs)
-        return type(self.module).forward(self.module, *args, **kwargs)
-
-
-class PackedForward:
-    """Stands for an attention module's forward: packed when its position_ids carry a layout."""
-
-    def __init__(self, site: Site) -> None:
-        self.site = site
-        #: the instance's own forward that was there before apply, if any
-        self.before: Any = None
-        #: era, class, name and kernel of which the function for Dynamo is made
-        self.recipe = (site.span.via, site.owner, site.span.name, site.patch.kernel)
-        self.traceable = self._traceable()
-
-    def _traceable(self) -> Callable[..., Any]:
-        via, owner, name, kernel = self.recipe
-        kernels.probe(kernel)
-        return INTERCEPTORS[via].traceable(owner, name, self)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"site": self.site, "before": self.before, "recipe": self.recipe}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        # Site and module may still be in the making: a copied model's own function must not ask.
-        self.__dict__.update(state)
-        self.traceable = self._traceable()
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if is_compiling():
-            if self.site.patch.traced is not None:
-                if kwargs.get("attention_mask") is not None:
-                    kwargs["attention_mask"] = None
-                return self.traceable(self.site.module, *args, **kwargs)
-            return eagerly(_WHY, self._forward, *args, **kwargs)
-        return self._forward(*args, **kwargs)
-
-    def _run(self, position_ids: torch.Tensor, hidden_states: Any) -> Optional[Run]:
-        patch, traced = self.site.patch, self.site.patch.traced
-        if traced is None:
-            return patch.runs.find(position_ids, hidden_states)
-        # A compiled forward is under way, and the model's own code broke its graph at this layer;
-        # or another forward, which is bound already, is recomputed after one that failed.
-        earlier = patch.runs.bound(position_ids, patch)
-        if earlier is not None and not shares_storage(position_ids, traced.positions):
-            return earlier
-        patch.runs.bind(position_ids, traced)
-        return traced
-
-    def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        site = self.site
-        position_ids = kwargs.get("position_ids")
-        run = None
-        if position_ids is not None:
-            run = self._run(position_ids, args[0] if args else kwargs.get("hidden_states"))
-        if run is None:
-            if self.before is not None:
-                return self.before(*args, **kwargs)
-            return type(site.module).forward(site.module, *args, **kwargs)
-        if kwargs.get("attention_mask") is not None:
-            kwargs["attention_mask"] = None  # eager's own; some flash classes slice keys by it
-        token = CURRENT.set(run)
-        try:
-            return INTERCEPTORS[self.recipe[0]].run(self, args, kwargs)
-        finally:
-            CURRENT.reset(token)
-
-
-def shares_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-
-
-def in_place(site: Site) -> bool:
-    """Whether the attention module's forward is still the one that :func:`apply` put there."""
-    own = site.module.__dict__
-    slots = ("forward", "_old_forward")  # the second where accelerate's hooks are around it
-    return any(isinstance(own.get(slot), PackedForward) for slot in slots)
-
-
-def eagerly(why: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call ``function`` outside of Dynamo, where that is loaded: a graph break, not a fault."""
-    dynamo = sys.modules.get("torch._dynamo")
-    if dynamo is None:
-        return function(*args, **kwargs)
-    if BREAKS_SAY_WHY:
-        dynamo.graph_break(msg=why)
-    return dynamo.disable(function)(*args, **kwargs)
-
-
-def _owner(module: torch.nn.Module) -> str:
-    forward = module.__dict__.get("forward")
-    if forward is None or isinstance(forward, PackedForward):
-        forward = type(module).forward
-    return home_of(forward)

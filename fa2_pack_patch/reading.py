@@ -27,7 +27,6 @@ from .layout import (
 from .varlen import VarlenLayout
 
 VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-_LABELS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _CACHES = ("past_key_values", "past_key_value", "cache", "layer_past", "cache_params")
 
 # The position_ids that the model's own hook just found not to be packed: the base model's hook,
@@ -67,53 +66,6 @@ def device_layout(call: Mapping[str, Any], tokens: int) -> VarlenLayout:
     """The layout of varlen arguments whose values are not read."""
     longest = max(call[VARLEN[2]], call[VARLEN[3]])
     return VarlenLayout(call[VARLEN[0]], min(longest, tokens), tokens)
-
-
-def check_inputs(call: Mapping[str, Any]) -> None:
-    """Refuse input_ids that are not ``(rows, tokens)``, and embeddings with more or less to them.
-
-    Raises:
-        PackingError: quotes their shape.
-    """
-    shapes = {"input_ids": "(rows, tokens)", "inputs_embeds": "(rows, tokens, width)"}
-    for name, shape in shapes.items():
-        given = call.get(name)
-        if isinstance(given, torch.Tensor) and given.dim() != shape.count(",") + 1:
-            raise PackingError(
-                f"a packed call takes {name} of shape {shape}, got {tuple(given.shape)}."
-            )
-
-
-def check_labels(labels: torch.Tensor, rows: int, tokens: int) -> None:
-    """Refuse labels of as many tokens whose first ones could not be told, or not be left out.
-
-    Raises:
-        PackingError: quotes their shape and dtype.
-    """
-    if labels.numel() != rows * tokens:
-        return  # the model's own loss says what is wrong
-    elsewhere = labels.dim() > 1 and labels.shape[-1] != tokens
-    if elsewhere or labels.dtype not in _LABELS or labels.layout != torch.strided:
-        raise PackingError(
-            f"packed rows take labels of integers of shape ({rows}, {tokens}), got "
-            f"{describe(labels)}."
-        )
-
-
-def check_mask(mask: Any, rows: int, tokens: int) -> None:
-    """Refuse a mask that is not ``(rows, tokens)``.
-
-    Raises:
-        PackingError: quotes its shape.
-    """
-    if mask is None or fits(mask, rows, tokens):
-        return
-    given = describe(mask) if isinstance(mask, torch.Tensor) else f"a {type(mask).__name__}"
-    raise PackingError(
-        "a packed call takes a 2-D attention_mask of shape (rows, tokens) = "
-        f"({rows}, {tokens}) of integers, bools or floats, or none, got {given}; "
-        "encoder, prefix and 4-D masks cannot go with packed rows."
-    )
 
 
 def fits(mask: Any, rows: int, tokens: int) -> bool:
@@ -288,13 +240,3 @@ def from_generate(call: Mapping[str, Any], varlen: Mapping[str, Any], release: V
 
 def cache_of(call: Mapping[str, Any]) -> Any:
     return next((call[name] for name in _CACHES if call.get(name) is not None), None)
-
-
-def describe_cache(cache: Any) -> str:
-    length = getattr(cache, "get_seq_length", None)
-    if length is None:
-        return f"a {type(cache).__name__}"
-    try:
-        return f"a {type(cache).__name__} holding {int(length())} tokens"
-    except (TypeError, ValueError, IndexError, AttributeError):
-        return f"a {type(cache).__name__}"

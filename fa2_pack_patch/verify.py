@@ -14,7 +14,7 @@ import torch
 
 from . import compat
 from .errors import Fa2PackPatchError
-from .hooks import in_place
+from .forwards import in_place
 from .probe import (
     Batch,
     Examples,

@@ -97,11 +97,11 @@ MUTANTS = [
         "a forward in flight is forgotten", "runs.py",
         "tensor.grad_fn.metadata[_ATTRIBUTE] = run", "pass",
     ),
-    _m("a layer is skipped", "hooks.py", "        if run is None:\n            if self.before", "        if run is None or site.index == 1:\n            if self.before"),
+    _m("a layer is skipped", "forwards.py", "        if run is None:\n            if self.before", "        if run is None or site.index == 1:\n            if self.before"),
     _m("missed layers are not counted", "hooks.py", "missed = ", "missed = [] and ", numbers=False),
     _m("a cache is built", "hooks.py", '        call["use_cache"] = False\n        mask = call', "        mask = call", numbers=False),
     _m("first tokens stay targets", "reading.py", "    flat.index_fill_(0, starts, -100)\n", ""),
-    _m("output_attentions passes", "hooks.py", "        if wants:\n", "        if False:\n", numbers=False),
+    _m("output_attentions passes", "refusals.py", "    if wants:\n", "    if False:\n", numbers=False),
     _m("contradictory lengths pass", "reading.py", "            if extra:\n", "            if False:\n", numbers=False),
     _m("a short max_length passes", "reading.py", "if longest < layout.max_seqlen:", "if False:", numbers=False),
     # what each layer computes

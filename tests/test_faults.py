@@ -18,6 +18,7 @@ import torch
 import fa2_pack_patch as fpp
 from fa2_pack_patch import hooks
 from fa2_pack_patch.patch import Edit
+from fa2_pack_patch.runs import CURRENT
 from tests.matrix import models
 from tests.matrix.cells import References, compare, packed_loss, separate_gradients
 from tests.matrix.kinds import TWO, Call, _plain, _positions, _varlen
@@ -70,7 +71,7 @@ def raiser(fault: type[BaseException]) -> Callable[..., Any]:
 def nothing_left_behind(model: torch.nn.Module) -> None:
     patch = getattr(model, model.base_model_prefix)._fa2_pack_patch
     gc.collect()
-    assert hooks.CURRENT.get() is None
+    assert CURRENT.get() is None
     assert patch.traced is None
     assert len(patch.runs._weak) == 0
 
@@ -477,7 +478,7 @@ def test_asyncio(build: Build) -> None:
         worst = 0.0
         for i in range(4):
             await asyncio.sleep(0)
-            assert hooks.CURRENT.get() is None
+            assert CURRENT.get() is None
             call = calls[(n + i) % 3]
             worst = max(worst, error_of(model, call, reference))
             worst = max(worst, await asyncio.to_thread(error_of, model, call, reference))

@@ -12,6 +12,7 @@ from packaging.version import Version
 
 import fa2_pack_patch as fpp
 from fa2_pack_patch import hooks
+from fa2_pack_patch.runs import CURRENT
 from tests.matrix import models
 from tests.matrix.cells import (
     References,
@@ -289,7 +290,7 @@ def test_an_exception_in_the_kernel_leaves_nothing_behind(
             model(**packed.kwargs)
     with torch.no_grad():
         assert compare(model(**packed.kwargs).logits, packed, reference) < LIMIT
-    assert hooks.CURRENT.get() is None
+    assert CURRENT.get() is None
 
 
 def test_errors_quote_the_input(build: Build) -> None:

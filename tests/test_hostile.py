@@ -13,10 +13,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import fa2_pack_patch as fpp
-from fa2_pack_patch import PackedLayout, PackingError
+from fa2_pack_patch import PackedLayout, PackingError, hooks
 from fa2_pack_patch.layout import read_boundaries
 from fa2_pack_patch.reading import _bits, to_host
+from fa2_pack_patch.runs import CURRENT, Run
+from fa2_pack_patch.varlen import VarlenLayout
 from tests.hostile.inputs import DTYPES, EXTREME, UNSIGNED, Cache, Hostile, hostile
 from tests.hostile.judge import Bench
 from tests.hostile.oracle import examples, verdict
@@ -76,22 +77,18 @@ def test_the_judge_would_notice(monkeypatch: pytest.MonkeyPatch, fault: str) -> 
     if fault in ("boundary", "row_start", "another_error"):
         monkeypatch.setattr(PackedLayout, "from_lengths", classmethod(wrong))
     elif fault == "mixed":
-        monkeypatch.setattr("fa2_pack_patch.hooks.read_boundaries", lambda *a, **k: None)
+        monkeypatch.setattr(hooks, "read_boundaries", lambda *a, **k: None)
     else:
-        from fa2_pack_patch.hooks import CURRENT, ModelHook
+        refuse = hooks.check_options
 
-        refuse = ModelHook._refuse
-
-        def leaving(self: Any, call: Any, layout: Any) -> None:
+        def leaving(*given: Any) -> None:
             CURRENT.set(object())  # type: ignore[arg-type]
-            refuse(self, call, layout)
+            refuse(*given)
 
-        monkeypatch.setattr(ModelHook, "_refuse", leaving)
+        monkeypatch.setattr(hooks, "check_options", leaving)
     try:
         kinds = [bench.run(hostile(Seeded(f"judge/{n}"))).kind for n in range(60)]
     finally:
-        from fa2_pack_patch.hooks import CURRENT
-
         CURRENT.set(None)
     assert "bad" in kinds
 
@@ -330,13 +327,13 @@ def test_a_run_with_positions_over_its_boundaries_does_not_catch_a_plain_call(
 ) -> None:
     """Also not when its lengths were not read, as on a GPU: the plain call was packed like it."""
     model = bench.patched["causal"]
-    layout = fpp.hooks.VarlenLayout(CU, 5, 8)
-    run = fpp.hooks.Run(layout, ROWS, 8, model.model._fa2_pack_patch)
+    layout = VarlenLayout(CU, 5, 8)
+    run = Run(layout, ROWS, 8, model.model._fa2_pack_patch)
     runs = model.model._fa2_pack_patch.runs
     runs.bind(ROWS.clone(), run)
     ends(bench, "unchanged", position_ids=ROWS.clone())
     assert not run.distinct
-    assert fpp.hooks.Run(layout, RESETS, 5, model).distinct
+    assert Run(layout, RESETS, 5, model).distinct
 
 
 @pytest.mark.parametrize("mask", [0, 1])

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import fa2_pack_patch as fpp
-from fa2_pack_patch import compat, hooks, layout, patch, plots, probe
+from fa2_pack_patch import compat, forwards, hooks, layout, patch, plots, probe
 from fa2_pack_patch.kernels import sdpa
 from tests.matrix import models
 from tests.matrix.kinds import Call
@@ -113,7 +113,7 @@ def test_one_wrong_layer_that_says_it_is_packed(build: Build, family: str) -> No
     model = build(family)
     fpp.apply(model)
     wrong = base(model).__dict__[patch.ATTRIBUTE].sites[1]
-    forward = hooks.PackedForward._forward
+    forward = forwards.PackedForward._forward
 
     def mixing(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.site is not wrong:
@@ -128,7 +128,7 @@ def test_one_wrong_layer_that_says_it_is_packed(build: Build, family: str) -> No
             if run is not None:
                 run.layout = kept
 
-    with mock.patch.object(hooks.PackedForward, "_forward", mixing):
+    with mock.patch.object(forwards.PackedForward, "_forward", mixing):
         report = fpp.verify(model)
     assert failed(report) >= {
         "logits, one row",

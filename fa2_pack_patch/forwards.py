@@ -1,0 +1,136 @@
+"""What stands for a module's own forward: of an attention module, and of a model with a head."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Optional
+
+import torch
+
+from . import kernels
+from .compat import is_compiling
+from .graphs import UNREAD, eagerly
+from .interceptors import INTERCEPTORS, home_of, layers_of
+from .runs import CURRENT, Run
+
+if TYPE_CHECKING:
+    from .hooks import ModelHook
+    from .patch import Site
+
+
+class HeadForward:
+    """Stands for the forward of a model with a head, for callers that pass its hook by.
+
+    PEFT calls ``model.forward(...)`` of the model it wraps; labels and varlen arguments are seen
+    here then. After the hook it hands everything on.
+    """
+
+    def __init__(self, module: torch.nn.Module, hook: ModelHook) -> None:
+        self.module = module
+        self.hook = hook
+        #: the instance's own forward that was there before apply, if any
+        self.before: Any = None
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """Trainer and ``generate`` ask a model's forward for its arguments."""
+        return inspect.signature(self._stock())
+
+    def _stock(self) -> Callable[..., Any]:
+        if self.before is not None:
+            return self.before  # type: ignore[no-any-return]
+        return type(self.module).forward.__get__(self.module)  # type: ignore[no-any-return]
+
+    def in_place(self) -> bool:
+        """Whether a call of the module's forward still comes here."""
+        return any(layer is self for layer in layers_of(self.module.__dict__.get("forward")))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = self.hook.passed_by(self.module, args, kwargs)
+        if self.before is not None:
+            return self.before(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+
+class PackedForward:
+    """Stands for an attention module's forward: packed when its position_ids carry a layout."""
+
+    def __init__(self, site: Site) -> None:
+        self.site = site
+        #: the instance's own forward that was there before apply, if any
+        self.before: Any = None
+        #: era, class, name and kernel of which the function for Dynamo is made
+        self.recipe = (site.span.via, site.owner, site.span.name, site.patch.kernel)
+        self.traceable = self._traceable()
+
+    def _traceable(self) -> Callable[..., Any]:
+        via, owner, name, kernel = self.recipe
+        kernels.probe(kernel)
+        return INTERCEPTORS[via].traceable(owner, name, self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"site": self.site, "before": self.before, "recipe": self.recipe}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # Site and module may still be in the making: a copied model's own function must not ask.
+        self.__dict__.update(state)
+        self.traceable = self._traceable()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if is_compiling():
+            if self.site.patch.traced is not None:
+                if kwargs.get("attention_mask") is not None:
+                    kwargs["attention_mask"] = None
+                return self.traceable(self.site.module, *args, **kwargs)
+            return eagerly(UNREAD, self._forward, *args, **kwargs)
+        return self._forward(*args, **kwargs)
+
+    def _run(self, position_ids: torch.Tensor, hidden_states: Any) -> Optional[Run]:
+        patch, traced = self.site.patch, self.site.patch.traced
+        if traced is None:
+            return patch.runs.find(position_ids, hidden_states)
+        # A compiled forward is under way, and the model's own code broke its graph at this layer;
+        # or another forward, which is bound already, is recomputed after one that failed.
+        earlier = patch.runs.bound(position_ids, patch)
+        if earlier is not None and not shares_storage(position_ids, traced.positions):
+            return earlier
+        patch.runs.bind(position_ids, traced)
+        return traced
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        site = self.site
+        position_ids = kwargs.get("position_ids")
+        run = None
+        if position_ids is not None:
+            run = self._run(position_ids, args[0] if args else kwargs.get("hidden_states"))
+        if run is None:
+            if self.before is not None:
+                return self.before(*args, **kwargs)
+            return type(site.module).forward(site.module, *args, **kwargs)
+        if kwargs.get("attention_mask") is not None:
+            kwargs["attention_mask"] = None  # eager's own; some flash classes slice keys by it
+        token = CURRENT.set(run)
+        try:
+            return INTERCEPTORS[self.recipe[0]].run(self, args, kwargs)
+        finally:
+            CURRENT.reset(token)
+
+
+def shares_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+def in_place(site: Site) -> bool:
+    """Whether the attention module's forward is still the one that :func:`apply` put there."""
+    own = site.module.__dict__
+    slots = ("forward", "_old_forward")  # the second where accelerate's hooks are around it
+    return any(isinstance(own.get(slot), PackedForward) for slot in slots)
+
+
+def owner_of(module: torch.nn.Module) -> str:
+    """Whose forward runs inside of ours, in words."""
+    forward = module.__dict__.get("forward")
+    if forward is None or isinstance(forward, PackedForward):
+        forward = type(module).forward
+    return home_of(forward)

@@ -1,0 +1,110 @@
+"""What a packed call cannot be given: each check raises a :class:`PackingError` that quotes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Optional
+
+import torch
+
+from .errors import PackingError
+from .layout import PackedLayout, describe, quote
+from .reading import cache_of, fits
+
+_LABELS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+_FOREIGN = ("head_mask", "encoder_hidden_states", "encoder_attention_mask")
+
+
+def check_inputs(call: Mapping[str, Any]) -> None:
+    """Refuse input_ids that are not ``(rows, tokens)``, and embeddings with more or less to them.
+
+    Raises:
+        PackingError: quotes their shape.
+    """
+    shapes = {"input_ids": "(rows, tokens)", "inputs_embeds": "(rows, tokens, width)"}
+    for name, shape in shapes.items():
+        given = call.get(name)
+        if isinstance(given, torch.Tensor) and given.dim() != shape.count(",") + 1:
+            raise PackingError(
+                f"a packed call takes {name} of shape {shape}, got {tuple(given.shape)}."
+            )
+
+
+def check_labels(labels: torch.Tensor, rows: int, tokens: int) -> None:
+    """Refuse labels of as many tokens whose first ones could not be told, or not be left out.
+
+    Raises:
+        PackingError: quotes their shape and dtype.
+    """
+    if labels.numel() != rows * tokens:
+        return  # the model's own loss says what is wrong
+    elsewhere = labels.dim() > 1 and labels.shape[-1] != tokens
+    if elsewhere or labels.dtype not in _LABELS or labels.layout != torch.strided:
+        raise PackingError(
+            f"packed rows take labels of integers of shape ({rows}, {tokens}), got "
+            f"{describe(labels)}."
+        )
+
+
+def check_mask(mask: Any, rows: int, tokens: int) -> None:
+    """Refuse a mask that is not ``(rows, tokens)``.
+
+    Raises:
+        PackingError: quotes its shape.
+    """
+    if mask is None or fits(mask, rows, tokens):
+        return
+    given = describe(mask) if isinstance(mask, torch.Tensor) else f"a {type(mask).__name__}"
+    raise PackingError(
+        "a packed call takes a 2-D attention_mask of shape (rows, tokens) = "
+        f"({rows}, {tokens}) of integers, bools or floats, or none, got {given}; "
+        "encoder, prefix and 4-D masks cannot go with packed rows."
+    )
+
+
+def check_options(call: Mapping[str, Any], layout: Optional[PackedLayout], config: Any) -> None:
+    """Refuse what cannot be given, or heeded, where several examples share a row.
+
+    Args:
+        call: the arguments of a packed call.
+        layout: its examples, or None where they are not read.
+        config: the model's.
+
+    Raises:
+        PackingError: quotes what was asked for.
+    """
+    what = "varlen arguments"
+    if layout is not None:
+        what = f"a packed row (lengths {quote(list(layout.lengths))})"
+    wants = call.get("output_attentions")
+    if wants is None:
+        wants = getattr(config, "output_attentions", False)
+    if wants:
+        raise PackingError(
+            "output_attentions=True cannot go with packed rows: the kernels give no attention "
+            "weights. Pass output_attentions=False, or one example a row."
+        )
+    if call.get("use_cache"):
+        raise PackingError(
+            f"use_cache=True with {what}: a cache of several examples could not be "
+            "continued. Pass use_cache=False."
+        )
+    cache = cache_of(call)
+    if cache is not None:
+        raise PackingError(
+            f"{what} cannot go with a cache, got {_describe_cache(cache)}. "
+            "Pass past_key_values=None and use_cache=False."
+        )
+    for name in _FOREIGN:
+        if call.get(name) is not None:
+            raise PackingError(f"{name} cannot go with packed rows; leave it out.")
+
+
+def _describe_cache(cache: Any) -> str:
+    length = getattr(cache, "get_seq_length", None)
+    if length is None:
+        return f"a {type(cache).__name__}"
+    try:
+        return f"a {type(cache).__name__} holding {int(length())} tokens"
+    except (TypeError, ValueError, IndexError, AttributeError):
+        return f"a {type(cache).__name__}"
