@@ -7,19 +7,13 @@ from typing import TYPE_CHECKING, Any, Optional
 
 import torch
 
+from .boundaries import Boundaries, read_boundaries
 from .compat import implementation_of, is_compiling
 from .detect import foreign_core, stock_core
 from .errors import PackingError
 from .forwards import HeadForward, in_place, owner_of
 from .graphs import UNREAD, UNREAD_ROPE, eagerly
-from .layout import (
-    Boundaries,
-    PackedLayout,
-    check_position_ids,
-    quote,
-    read_boundaries,
-    upload,
-)
+from .layout import PackedLayout
 from .reading import (
     VARLEN,
     by_name,
@@ -39,6 +33,7 @@ from .reading import (
 from .refusals import check_inputs, check_labels, check_mask, check_options
 from .rope import check_lengths
 from .runs import Run
+from .tensors import check_position_ids, quote, upload
 from .varlen import VarlenLayout, labels_without_first
 
 if TYPE_CHECKING:

@@ -1,8 +1,6 @@
 """Where the examples are in a batch that is laid end to end.
 
-Knows nothing of Transformers. The rules of :func:`read_boundaries` are the ones in the README:
-a row's first token starts an example, and so does each token whose position is not greater than
-the one before it; a jump forward does not. Padding is one example for each run of it.
+Knows nothing of Transformers; what starts an example is said in :mod:`.boundaries`.
 """
 
 from __future__ import annotations
@@ -13,29 +11,20 @@ from typing import Any, Optional, Union
 
 import torch
 
+from .boundaries import read_boundaries
 from .errors import PackingError
-
-_SHOWN = 24
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8) + tuple(
-    getattr(torch, name) for name in ("uint16", "uint32") if hasattr(torch, name)
+from .tensors import (
+    as_tensor,
+    check_position_ids,
+    check_tokens,
+    describe,
+    holds_integers,
+    mask_on_host,
+    quote,
+    upload,
 )
-_MASKS = (torch.bool, torch.float32, torch.float64, torch.bfloat16, torch.float16) + (
-    (torch.uint64,) if hasattr(torch, "uint64") else ()
-)
-#: up to here every whole number is a float64 of its own
-_EXACT = 2.0**53
 
-
-def quote(values: object) -> str:
-    """The caller's own values, shortened to fit into an error message."""
-    if isinstance(values, torch.Tensor):
-        if values.is_meta or values.layout != torch.strided:
-            return describe(values)
-        values = values.detach().cpu().tolist()
-    if isinstance(values, (list, tuple)) and len(values) > _SHOWN:
-        head = ", ".join(str(v) for v in values[:_SHOWN])
-        return f"[{head}, … {len(values)} in all]"
-    return str(values)
+__all__ = ["PackedLayout", "quote", "upload"]
 
 
 @dataclass(frozen=True)
@@ -153,9 +142,9 @@ class PackedLayout:
             PackingError: contradictory or malformed input.
         """
         ids = check_position_ids(position_ids)
-        mask = None if attention_mask is None else _mask_on_host(attention_mask)
+        mask = None if attention_mask is None else mask_on_host(attention_mask)
         host = ids.detach().cpu().to(torch.int64)
-        _check_tokens("position_ids", host)
+        check_tokens("position_ids", host)
         found = read_boundaries(host, mask, always=True)
         assert found is not None
         return cls.from_lengths(found.lengths, device=ids.device, padding=found.padding)
@@ -164,10 +153,10 @@ class PackedLayout:
     def from_segment_ids(cls, segment_ids: torch.Tensor) -> PackedLayout:
         """The layout of ``(rows, tokens)`` segment ids: 1,1,2,2,3,0 with 0 for padding."""
         segment_ids = as_tensor("segment_ids", segment_ids)
-        host = _mask_on_host(segment_ids)
+        host = mask_on_host(segment_ids)
         if host.dim() == 1:
             host = host[None]
-        _check_tokens("segment_ids", host)
+        check_tokens("segment_ids", host)
         found = read_boundaries(None, host, always=True)
         assert found is not None
         return cls.from_lengths(found.lengths, device=segment_ids.device, padding=found.padding)
@@ -344,197 +333,3 @@ class PackedLayout:
             place = place - (longest - lengths)
         mask = (place >= 0) & (place < lengths)
         return (first + place).masked_fill(~mask, 0), mask.to(torch.int64)
-
-
-@dataclass(frozen=True)
-class Boundaries:
-    """What :func:`read_boundaries` found: example lengths, and which are padding."""
-
-    lengths: list[int]
-    padding: list[bool]
-
-
-def upload(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A CPU tensor on ``device`` without waiting for the device."""
-    if device.type == "cuda" and host.device.type == "cpu":
-        return host.pin_memory().to(device, non_blocking=True)
-    return host.to(device)
-
-
-def check_position_ids(position_ids: torch.Tensor) -> torch.Tensor:
-    """``position_ids`` as ``(rows, tokens)``, or a :class:`PackingError` that quotes it."""
-    if not isinstance(position_ids, torch.Tensor):
-        raise PackingError(
-            f"position_ids must be a tensor, got a {type(position_ids).__name__}: "
-            f"{quote(position_ids)}."
-        )
-    if position_ids.dim() not in (1, 2):
-        raise PackingError(
-            f"position_ids must be (rows, tokens), got shape {tuple(position_ids.shape)}; "
-            "three-dimensional (multimodal) positions are not supported."
-        )
-    if not holds_integers(position_ids):
-        raise PackingError(f"position_ids must be int32 or int64, got {describe(position_ids)}.")
-    return position_ids[None] if position_ids.dim() == 1 else position_ids
-
-
-def as_tensor(name: str, values: Any) -> torch.Tensor:
-    """A tensor of what the caller gave, or a :class:`PackingError` that quotes it."""
-    try:
-        return torch.as_tensor(values)
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        raise PackingError(
-            f"{name} must be integers in a tensor, got a {type(values).__name__}: {quote(values)}."
-        ) from None
-
-
-def _check_tokens(name: str, values: torch.Tensor) -> None:
-    if values.dim() != 2 or not values.numel():
-        raise PackingError(
-            f"{name} must be (rows, tokens) with at least one token, got shape "
-            f"{tuple(values.shape)}."
-        )
-
-
-def holds_integers(tensor: torch.Tensor) -> bool:
-    """Whether a tensor holds integers that int64 holds too, and can be read: dense, not meta."""
-    return tensor.dtype in _INTEGERS and tensor.layout == torch.strided and not tensor.is_meta
-
-
-def describe(tensor: torch.Tensor) -> str:
-    """Dtype and shape of the caller's tensor, and whatever else is odd about it."""
-    odd = "" if tensor.layout == torch.strided else f" ({tensor.layout})"
-    if tensor.is_meta:
-        odd += " on device meta, where it has no values"
-    return f"{tensor.dtype} of shape {tuple(tensor.shape)}{odd}"
-
-
-def is_mask(tensor: torch.Tensor) -> bool:
-    """Whether a tensor holds what a mask may hold, and can be read: dense and real numbers."""
-    usual = tensor.dtype in _INTEGERS or tensor.dtype in _MASKS
-    return usual and tensor.layout == torch.strided and not tensor.is_meta
-
-
-def _mask_on_host(mask: Any) -> torch.Tensor:
-    given = as_tensor("attention_mask", mask)
-    if not is_mask(given):
-        raise PackingError(
-            f"attention_mask must hold 0/1 or segment ids 0, 1, 2, …, got {describe(given)}."
-        )
-    host = given.detach().cpu()
-    keep = host.is_floating_point() or host.dtype == torch.bool
-    return host if keep else host.to(torch.int64)
-
-
-def read_boundaries(
-    position_ids: Optional[torch.Tensor],
-    attention_mask: Optional[torch.Tensor],
-    *,
-    always: bool = False,
-) -> Optional[Boundaries]:
-    """The examples of a batch, or None when it is not packed.
-
-    Args:
-        position_ids: int64 ``(rows, tokens)`` on the CPU, or None.
-        attention_mask: ``(rows, tokens)`` on the CPU: 0/1 or segment ids, or None.
-        always: give the boundaries of a batch that is not packed too.
-
-    Raises:
-        PackingError: a mask of another shape or with negative values, an example interrupted by
-            padding, or positions that start anew inside one segment.
-    """
-    shaped = position_ids if position_ids is not None else attention_mask
-    assert shaped is not None
-    rows, tokens = shaped.shape
-    real, segments, odd = _read_mask(attention_mask, rows, tokens)
-    start = torch.zeros(rows, tokens, dtype=torch.bool)
-    start[:, 0] = True
-    both = real[:, 1:] & real[:, :-1]
-    resets = torch.zeros(rows, tokens - 1, dtype=torch.bool)
-    if position_ids is not None:
-        resets = (position_ids[:, 1:] <= position_ids[:, :-1]) & both
-    if segments is None:
-        inner = resets
-    else:
-        inner = (segments[:, 1:] != segments[:, :-1]) & both
-        bad = (resets & ~inner).nonzero()
-        if len(bad):
-            row, at = (int(x) for x in bad[0])
-            assert position_ids is not None
-            raise PackingError(
-                f"contradictory boundaries in row {row}: position_ids start anew at token "
-                f"{at + 1} ({quote(position_ids[row])}), but the segment ids of attention_mask go "
-                f"on ({quote(segments[row])}). Give one of the two, or make them agree."
-            )
-    start[:, 1:] |= inner | (real[:, 1:] != real[:, :-1])
-    packed = bool(inner.any())
-    hole = None
-    if odd is not None and (always or position_ids is None):
-        raise odd
-    if not bool(real.all()):
-        gap_packed, hole = _across_gaps(position_ids, segments, real)
-        packed = packed or gap_packed
-    if not packed and not always:
-        return None
-    if odd is not None:
-        raise odd
-    if packed and hole is not None:
-        row, before, after = hole
-        what = segments if segments is not None else position_ids
-        assert what is not None
-        raise PackingError(
-            f"row {row}: the example at token {before} goes on at token {after}, after padding "
-            f"({quote(what[row])}). In a packed row an example must not be interrupted by padding; "
-            "move the padding to its end."
-        )
-    firsts = start.flatten().nonzero().flatten()
-    ends = torch.cat([firsts, torch.tensor([rows * tokens])])
-    return Boundaries(ends.diff().tolist(), (~real).flatten()[firsts].tolist())
-
-
-def _read_mask(
-    mask: Optional[torch.Tensor], rows: int, tokens: int
-) -> tuple[torch.Tensor, Optional[torch.Tensor], Optional[PackingError]]:
-    """Which tokens are real, their segment ids if it has any, and what is wrong with its values."""
-    if mask is None:
-        return torch.ones(rows, tokens, dtype=torch.bool), None, None
-    if mask.dim() != 2 or tuple(mask.shape) != (rows, tokens):
-        raise PackingError(
-            f"attention_mask must be (rows, tokens) = ({rows}, {tokens}) with 0/1 or segment ids, "
-            f"got shape {tuple(mask.shape)}; encoder, prefix and 4-D masks cannot go with packed "
-            "rows."
-        )
-    if mask.dtype == torch.bool:
-        return mask, None, None
-    odd, real = None, mask != 0
-    wrong = mask < 0
-    if mask.is_floating_point():  # nan and infinities are no whole numbers either
-        wrong = wrong | (mask != mask.round()) | (mask >= _EXACT)
-    if bool(wrong.any()):
-        odd = PackingError(
-            f"attention_mask must hold 0/1 or segment ids 0, 1, 2, …, got {quote(mask.flatten())}."
-        )
-    elif bool((mask > 1).any()):
-        return real, mask.to(torch.int64), None
-    return real, None, odd
-
-
-def _across_gaps(
-    positions: Optional[torch.Tensor], segments: Optional[torch.Tensor], real: torch.Tensor
-) -> tuple[bool, Optional[tuple[int, int, int]]]:
-    """Over padding inside a row: is there a boundary, and where does an example go on?"""
-    keys = segments if segments is not None else positions
-    if keys is None:
-        return False, None
-    index = torch.arange(real.shape[1]).expand_as(real)
-    last = torch.where(real, index, torch.full_like(index, -1)).cummax(dim=1).values
-    before = last[:, :-1]
-    gap = real[:, 1:] & ~real[:, :-1] & (before >= 0)
-    earlier = keys[:, :-1].gather(1, before.clamp(min=0)) if len(keys) else keys[:, :-1]
-    goes_on = keys[:, 1:] == earlier if segments is not None else keys[:, 1:] > earlier
-    holes = (gap & goes_on).nonzero()
-    hole = None
-    if len(holes):
-        row, at = (int(x) for x in holes[0])
-        hole = (row, int(before[row, at]), at + 1)
-    return bool((gap & ~goes_on).any()), hole

@@ -13,17 +13,10 @@ from packaging.version import Version
 from torch import int64
 
 from . import compat
+from .boundaries import Boundaries, read_boundaries
 from .errors import PackingError
-from .layout import (
-    Boundaries,
-    PackedLayout,
-    as_tensor,
-    describe,
-    is_mask,
-    quote,
-    read_boundaries,
-    upload,
-)
+from .layout import PackedLayout
+from .tensors import as_tensor, describe, is_mask, quote, upload
 from .varlen import VarlenLayout
 
 VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")

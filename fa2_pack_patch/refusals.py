@@ -8,8 +8,9 @@ from typing import Any, Optional
 import torch
 
 from .errors import PackingError
-from .layout import PackedLayout, describe, quote
+from .layout import PackedLayout
 from .reading import cache_of, fits
+from .tensors import describe, quote
 
 _LABELS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _FOREIGN = ("head_mask", "encoder_hidden_states", "encoder_attention_mask")

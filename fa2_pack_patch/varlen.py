@@ -13,7 +13,8 @@ from typing import Optional, Union
 import torch
 
 from .errors import PackingError
-from .layout import PackedLayout, quote
+from .layout import PackedLayout
+from .tensors import quote
 
 
 class VarlenLayout:

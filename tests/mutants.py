@@ -54,29 +54,29 @@ def _m(name: str, file: str, old: str, new: str, *, numbers: bool = True) -> Mut
 MUTANTS = [
     # where examples are
     _m(
-        "a repeated position is no boundary", "layout.py",
+        "a repeated position is no boundary", "boundaries.py",
         "(position_ids[:, 1:] <= position_ids[:, :-1])",
         "(position_ids[:, 1:] < position_ids[:, :-1])",
     ),
-    _m("a row does not start an example", "layout.py", "    start[:, 0] = True\n", "    start[0, 0] = True\n"),
+    _m("a row does not start an example", "boundaries.py", "    start[:, 0] = True\n", "    start[0, 0] = True\n"),
     _m(
-        "boundaries are one token late", "layout.py",
+        "boundaries are one token late", "boundaries.py",
         "    firsts = start.flatten().nonzero().flatten()\n",
         "    firsts = start.flatten().nonzero().flatten()\n    firsts[1:] += (firsts[1:] < rows * tokens - 1).long()\n",
     ),
     _m(
-        "padding starts no run", "layout.py",
+        "padding starts no run", "boundaries.py",
         "start[:, 1:] |= inner | (real[:, 1:] != real[:, :-1])", "start[:, 1:] |= inner",
     ),
     _m(
-        "a segment's change is no boundary", "layout.py",
+        "a segment's change is no boundary", "boundaries.py",
         "(segments[:, 1:] != segments[:, :-1]) & both", "(segments[:, 1:] < segments[:, :-1]) & both",
     ),
     _m(
         "the longest example is the first", "layout.py",
         "counts, max(counts), total, flags", "counts, counts[0], total, flags",
     ),
-    _m("an interrupted example passes", "layout.py", "if packed and hole is not None:", "if False:", numbers=False),
+    _m("an interrupted example passes", "boundaries.py", "if packed and hole is not None:", "if False:", numbers=False),
     # one forward and its layers
     _m(
         "a stale layout",

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fa2_pack_patch import PackedLayout, PackingError, hooks
-from fa2_pack_patch.layout import read_boundaries
+from fa2_pack_patch.boundaries import read_boundaries
 from fa2_pack_patch.reading import _bits, to_host
 from fa2_pack_patch.runs import CURRENT, Run
 from fa2_pack_patch.varlen import VarlenLayout

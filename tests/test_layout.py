@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fa2_pack_patch import PackedLayout, PackingError
-from fa2_pack_patch.layout import read_boundaries
+from fa2_pack_patch.boundaries import read_boundaries
 
 
 def oracle(rows: list[list[int]], mask: list[list[int]] | None = None) -> list[int]:

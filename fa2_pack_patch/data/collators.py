@@ -12,7 +12,7 @@ from typing import Any, Callable, Optional
 import torch
 
 from ..errors import PackingError
-from ..layout import quote
+from ..tensors import quote
 
 Feature = Mapping[str, Any]
 Batch = dict[str, Any]

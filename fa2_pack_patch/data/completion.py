@@ -11,7 +11,7 @@ from typing import Any, Optional, Union
 import torch
 
 from ..errors import PackingError
-from ..layout import quote
+from ..tensors import quote
 from .collators import Batch, DataCollatorWithFlattening
 
 Template = Union[str, Sequence[int]]

@@ -8,7 +8,7 @@ from typing import Any, Callable, Optional
 import torch
 
 from ..errors import PackingError
-from ..layout import quote
+from ..tensors import quote
 
 _IGNORED = -100  # what Trainer fills rows up with, positions too
 

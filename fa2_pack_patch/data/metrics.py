@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 
 from ..errors import PackingError
-from ..layout import PackedLayout, quote, upload
+from ..layout import PackedLayout
+from ..tensors import quote, upload
 from .evaluation import ExamplesMetrics, examples_metrics
 
 __all__ = [

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import PackingError
-from ..layout import quote
+from ..tensors import quote
 
 Ints = npt.NDArray[np.int64]
 Lengths = Union[Sequence[int], npt.NDArray[Any]]

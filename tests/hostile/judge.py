@@ -11,8 +11,8 @@ from typing import Any, Optional
 import torch
 
 import fa2_pack_patch as fpp
-from fa2_pack_patch.layout import quote
 from fa2_pack_patch.runs import CURRENT
+from fa2_pack_patch.tensors import quote
 
 from .inputs import HIDDEN, VOCAB, Cache, Hostile
 from .oracle import ROPE_LIMIT, VARLEN, Verdict, verdict

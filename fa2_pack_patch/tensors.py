@@ -1,0 +1,101 @@
+"""The caller's tensors: quoted in errors, checked, and brought from and to the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .errors import PackingError
+
+_SHOWN = 24
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8) + tuple(
+    getattr(torch, name) for name in ("uint16", "uint32") if hasattr(torch, name)
+)
+_MASKS = (torch.bool, torch.float32, torch.float64, torch.bfloat16, torch.float16) + (
+    (torch.uint64,) if hasattr(torch, "uint64") else ()
+)
+
+
+def quote(values: object) -> str:
+    """The caller's own values, shortened to fit into an error message."""
+    if isinstance(values, torch.Tensor):
+        if values.is_meta or values.layout != torch.strided:
+            return describe(values)
+        values = values.detach().cpu().tolist()
+    if isinstance(values, (list, tuple)) and len(values) > _SHOWN:
+        head = ", ".join(str(v) for v in values[:_SHOWN])
+        return f"[{head}, … {len(values)} in all]"
+    return str(values)
+
+
+def describe(tensor: torch.Tensor) -> str:
+    """Dtype and shape of the caller's tensor, and whatever else is odd about it."""
+    odd = "" if tensor.layout == torch.strided else f" ({tensor.layout})"
+    if tensor.is_meta:
+        odd += " on device meta, where it has no values"
+    return f"{tensor.dtype} of shape {tuple(tensor.shape)}{odd}"
+
+
+def holds_integers(tensor: torch.Tensor) -> bool:
+    """Whether a tensor holds integers that int64 holds too, and can be read: dense, not meta."""
+    return tensor.dtype in _INTEGERS and tensor.layout == torch.strided and not tensor.is_meta
+
+
+def is_mask(tensor: torch.Tensor) -> bool:
+    """Whether a tensor holds what a mask may hold, and can be read: dense and real numbers."""
+    usual = tensor.dtype in _INTEGERS or tensor.dtype in _MASKS
+    return usual and tensor.layout == torch.strided and not tensor.is_meta
+
+
+def as_tensor(name: str, values: Any) -> torch.Tensor:
+    """A tensor of what the caller gave, or a :class:`PackingError` that quotes it."""
+    try:
+        return torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise PackingError(
+            f"{name} must be integers in a tensor, got a {type(values).__name__}: {quote(values)}."
+        ) from None
+
+
+def check_tokens(name: str, values: torch.Tensor) -> None:
+    if values.dim() != 2 or not values.numel():
+        raise PackingError(
+            f"{name} must be (rows, tokens) with at least one token, got shape "
+            f"{tuple(values.shape)}."
+        )
+
+
+def check_position_ids(position_ids: torch.Tensor) -> torch.Tensor:
+    """``position_ids`` as ``(rows, tokens)``, or a :class:`PackingError` that quotes it."""
+    if not isinstance(position_ids, torch.Tensor):
+        raise PackingError(
+            f"position_ids must be a tensor, got a {type(position_ids).__name__}: "
+            f"{quote(position_ids)}."
+        )
+    if position_ids.dim() not in (1, 2):
+        raise PackingError(
+            f"position_ids must be (rows, tokens), got shape {tuple(position_ids.shape)}; "
+            "three-dimensional (multimodal) positions are not supported."
+        )
+    if not holds_integers(position_ids):
+        raise PackingError(f"position_ids must be int32 or int64, got {describe(position_ids)}.")
+    return position_ids[None] if position_ids.dim() == 1 else position_ids
+
+
+def mask_on_host(mask: Any) -> torch.Tensor:
+    given = as_tensor("attention_mask", mask)
+    if not is_mask(given):
+        raise PackingError(
+            f"attention_mask must hold 0/1 or segment ids 0, 1, 2, …, got {describe(given)}."
+        )
+    host = given.detach().cpu()
+    keep = host.is_floating_point() or host.dtype == torch.bool
+    return host if keep else host.to(torch.int64)
+
+
+def upload(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A CPU tensor on ``device`` without waiting for the device."""
+    if device.type == "cuda" and host.device.type == "cpu":
+        return host.pin_memory().to(device, non_blocking=True)
+    return host.to(device)
