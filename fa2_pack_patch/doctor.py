@@ -11,9 +11,11 @@ import torch
 
 from . import compat, kernels, twin
 from .apply import applied
+from .batches import Batch, Piece, pack
 from .errors import Fa2PackPatchError
-from .probe import Batch, Piece, Probe, distance, pack, undisturbed
+from .probe import Probe, undisturbed
 from .registry import families
+from .rounding import distance
 
 _ONE: list[list[int]] = [[4, 9, 1, 6]]
 _TWO: list[list[int]] = [[4, 9, 7], [11, 1, 8]]

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import torch
 
+from .batches import Batch, pack
+from .gradients import embedded
 from .hooks import CountHook, ModelHook
-from .probe import Batch, Probe, embedded, pack, undisturbed
+from .probe import Probe, undisturbed
 from .runs import Runs
 
 _LENGTHS = (8, 6, 8)

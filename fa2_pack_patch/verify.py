@@ -13,25 +13,12 @@ from typing import Any, Optional, Union
 import torch
 
 from . import compat
+from .batches import Batch, Examples, given_batch, random_batches
 from .errors import Fa2PackPatchError
 from .forwards import in_place
-from .probe import (
-    Batch,
-    Examples,
-    Probe,
-    distance,
-    each,
-    embedded,
-    given_batch,
-    gradients_alone,
-    losses,
-    random_batches,
-    rounded,
-    sketches,
-    trained,
-    undisturbed,
-    weights_of,
-)
+from .gradients import embedded, gradients_alone, losses, sketches, trained, weights_of
+from .probe import Probe, each, undisturbed
+from .rounding import distance, rounded
 
 #: Runs with other roundings, of which the largest error counts.
 _TRIALS = 2

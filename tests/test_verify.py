@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import fa2_pack_patch as fpp
-from fa2_pack_patch import compat, forwards, hooks, layout, patch, plots, probe
+from fa2_pack_patch import compat, forwards, hooks, layout, patch, plots, rounding
 from fa2_pack_patch.kernels import sdpa
 from tests.matrix import models
 from tests.matrix.kinds import Call
@@ -419,7 +419,7 @@ def test_rounding_is_of_the_size_of_rounding() -> None:
         with torch.no_grad():
             exact = linear.double()(x.double())
             linear.to(dtype)
-            real = probe.distance(linear(x), exact)
-            with probe.rounded(linear, 0):
-                ours = probe.distance(linear(x), exact)
+            real = rounding.distance(linear(x), exact)
+            with rounding.rounded(linear, 0):
+                ours = rounding.distance(linear(x), exact)
         assert real < ours < 30 * real

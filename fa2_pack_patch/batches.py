@@ -1,0 +1,142 @@
+"""Packed batches and the examples in them, for a proof.
+
+Nothing here uses :mod:`fa2_pack_patch.boundaries` or :mod:`fa2_pack_patch.layout`: what is proved
+must not be its own witness.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Optional, Union
+
+import torch
+
+from .errors import PackingError
+
+#: One example a sequence of token ids, or a packed batch as the model is called with.
+Examples = Union[Mapping[str, Any], Sequence[Union[Sequence[int], torch.Tensor]]]
+
+_ONE: list[int] = [6, 9, 2, 7]
+_ROWS: list[list[int]] = [[4, 9], [8, 3]]
+_REACH = 1024
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One example and where it stands: ``ids`` and ``positions`` are int64 ``(length,)``."""
+
+    row: int
+    start: int
+    ids: torch.Tensor
+    positions: torch.Tensor
+
+    @property
+    def place(self) -> tuple[int, slice]:
+        return self.row, slice(self.start, self.start + len(self.ids))
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Keyword arguments of one packed call, the examples in it, and its padding ``(rows, T)``."""
+
+    name: str
+    kwargs: dict[str, Any]
+    pieces: list[Piece]
+    padding: Optional[torch.Tensor] = None
+
+
+def pack(rows: Sequence[Sequence[torch.Tensor]], name: str) -> Batch:
+    """Examples end to end, one row for each list; shorter rows are padded right with a mask."""
+    width = max(sum(len(ids) for ids in row) for row in rows)
+    shape = len(rows), width
+    ids, positions = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
+    mask, pieces = torch.zeros(shape, dtype=torch.long), []
+    for r, row in enumerate(rows):
+        at = 0
+        for tokens in row:
+            piece = Piece(r, at, tokens, torch.arange(len(tokens)))
+            ids[piece.place], positions[piece.place], mask[piece.place] = tokens, piece.positions, 1
+            pieces.append(piece)
+            at += len(tokens)
+    kwargs: dict[str, Any] = {"input_ids": ids, "position_ids": positions}
+    if bool(mask.all()):
+        return Batch(name, kwargs, pieces)
+    return Batch(name, {**kwargs, "attention_mask": mask}, pieces, mask == 0)
+
+
+def random_batches(vocabulary: int, window: Optional[int]) -> list[Batch]:
+    """Two small packed batches: one row without padding, two rows with padding.
+
+    With a sliding window of up to 1024 tokens the first example of the row is longer than it.
+    """
+    generator = torch.Generator().manual_seed(20)
+
+    def draw(length: int) -> torch.Tensor:
+        return torch.randint(1, vocabulary, (length,), generator=generator)
+
+    lengths = list(_ONE)
+    if window and window <= _REACH:
+        lengths[0] = max(lengths[0], window + 4)
+    return [
+        pack([[draw(n) for n in lengths]], "one row"),
+        pack([[draw(n) for n in row] for row in _ROWS], "padded rows"),
+    ]
+
+
+def given_batch(examples: Examples) -> Batch:
+    """The user's own examples, or packed batch, as a :class:`Batch`.
+
+    Raises:
+        PackingError: fewer than two examples, an empty one, or a batch without boundaries.
+    """
+    if isinstance(examples, Mapping):
+        return _read_batch(examples)
+    tokens = [torch.as_tensor(e).detach().cpu().to(torch.int64).reshape(-1) for e in examples]
+    if len(tokens) < 2 or any(len(t) == 0 for t in tokens):
+        raise PackingError(
+            f"verify needs at least two examples of at least one token, got lengths "
+            f"{[len(t) for t in tokens]}."
+        )
+    return pack([tokens], "your examples")
+
+
+def _read_batch(given: Mapping[str, Any]) -> Batch:
+    kwargs = {k: v for k, v in given.items() if v is not None and k != "labels"}
+    ids = kwargs.get("input_ids")
+    if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
+        raise PackingError(
+            "verify needs a batch with input_ids (rows, tokens), got "
+            f"{tuple(ids.shape) if isinstance(ids, torch.Tensor) else sorted(kwargs)}."
+        )
+    ids = ids.detach().cpu().to(torch.int64)
+    rows, width = ids.shape
+    starts = torch.zeros(rows, width, dtype=torch.bool)
+    starts[:, 0] = True
+    positions = kwargs.get("position_ids")
+    if positions is not None:
+        positions = positions.detach().cpu().to(torch.int64).reshape(-1, width).expand(rows, width)
+        starts[:, 1:] |= positions[:, 1:] <= positions[:, :-1]
+    mask = kwargs.get("attention_mask")
+    real = torch.ones(rows, width, dtype=torch.bool)
+    if mask is not None:
+        mask = mask.detach().cpu().to(torch.int64)
+        real = mask != 0
+        starts[:, 1:] |= mask[:, 1:] != mask[:, :-1]
+    lengths = kwargs.get("cu_seq_lens_q")
+    if lengths is not None:
+        inner = torch.as_tensor(lengths).detach().cpu().to(torch.int64)
+        starts.view(-1)[inner[inner < rows * width]] = True
+    pieces = []
+    for r in range(rows):
+        edges = [*starts[r].nonzero().reshape(-1).tolist(), width]
+        for a, b in zip(edges, edges[1:]):
+            if bool(real[r, a]):
+                place = torch.arange(b - a) if positions is None else positions[r, a:b]
+                pieces.append(Piece(r, a, ids[r, a:b], place))
+    if len(pieces) <= rows:
+        raise PackingError(
+            f"verify needs a packed batch, but {rows} rows of {width} tokens hold "
+            f"{len(pieces)} examples: position_ids must start anew inside a row."
+        )
+    return Batch("your batch", kwargs, pieces, None if bool(real.all()) else ~real)

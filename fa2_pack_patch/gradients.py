@@ -1,0 +1,105 @@
+"""The gradients of a probe: of embeddings by example, and of parameters in a sketch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Optional
+
+import torch
+
+from .batches import Batch, Piece
+from .probe import Probe
+
+#: Gradients by name: ``embeddings`` per example, and a sketch of each parameter's.
+Gradients = dict[str, torch.Tensor]
+#: A sketch holds no fewer numbers: the norm of a few random ones says little.
+_KEPT = 64
+
+
+@contextmanager
+def embedded(probe: Probe) -> Iterator[list[torch.Tensor]]:
+    """Collects the embeddings that enter the model, with gradients on."""
+    seen: list[torch.Tensor] = []
+
+    def hook(_: torch.nn.Module, __: Any, out: torch.Tensor) -> torch.Tensor:
+        if not out.requires_grad:
+            out = out.detach().requires_grad_()
+        seen.append(out)
+        return out
+
+    handle = probe.embedding.register_forward_hook(hook)
+    try:
+        with torch.enable_grad():
+            yield seen
+    finally:
+        handle.remove()
+
+
+def weights_of(pieces: Sequence[Piece], outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Fixed random weights ``(length, width)`` of each example's outputs: the loss is their sum."""
+    found = []
+    for n, (piece, out) in enumerate(zip(pieces, outputs)):
+        generator = torch.Generator().manual_seed(500 + n)
+        shape = len(piece.ids), out.shape[-1]
+        found.append(torch.randn(shape, generator=generator) / math.sqrt(out.shape[-1]))
+    return found
+
+
+def loss_of(out: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    wide = torch.promote_types(out.dtype, torch.float32)
+    return (out.to(wide) * weights.to(out.device)).sum()
+
+
+def losses(out: torch.Tensor, batch: Batch, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [loss_of(out[p.place], w) for p, w in zip(batch.pieces, weights)]
+
+
+def trained(probe: Probe) -> dict[str, torch.nn.Parameter]:
+    """The parameters whose gradients can be compared."""
+    return {
+        n: p
+        for n, p in probe.reference.named_parameters()
+        if p.requires_grad and p.numel() and p.device.type != "meta"
+    }
+
+
+def sketches(
+    names: Sequence[str], gradients: Sequence[Optional[torch.Tensor]]
+) -> dict[str, torch.Tensor]:
+    """Each gradient summed over its last dimension with fixed random signs; small ones as they are.
+
+    Linear and of the same expected norm, so sketches are added and compared in place of gradients.
+    """
+    found = {}
+    for name, gradient in zip(names, gradients):
+        if gradient is None:
+            continue
+        if gradient.dim() < 2 or gradient.numel() < _KEPT * gradient.shape[-1]:
+            found[name] = gradient.detach().double().cpu()
+            continue
+        generator = torch.Generator().manual_seed(gradient.shape[-1])
+        signs = torch.randint(0, 2, (gradient.shape[-1],), generator=generator) * 2 - 1
+        wide = torch.promote_types(gradient.dtype, torch.float32)
+        found[name] = (gradient.detach().to(wide) @ signs.to(gradient.device, wide)).double().cpu()
+    return found
+
+
+def gradients_alone(
+    probe: Probe, pieces: Sequence[Piece], weights: Sequence[torch.Tensor]
+) -> tuple[list[torch.Tensor], Gradients]:
+    """Of each example by itself: of its embeddings, and summed over all, of each parameter."""
+    parameters = trained(probe)
+    tokens: list[torch.Tensor] = []
+    total: Gradients = {}
+    for piece, weight in zip(pieces, weights):
+        with embedded(probe) as seen:
+            loss = loss_of(probe.alone(piece), weight)
+            inputs = [seen[-1], *parameters.values()]
+            found = torch.autograd.grad(loss, inputs, allow_unused=True)
+        assert found[0] is not None
+        tokens.append(found[0][0].detach().cpu())
+        for name, sketch in sketches(list(parameters), found[1:]).items():
+            total[name] = total[name] + sketch if name in total else sketch
+    return tokens, total
