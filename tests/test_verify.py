@@ -118,7 +118,7 @@ def test_one_wrong_layer_that_says_it_is_packed(build: Build, family: str) -> No
     def mixing(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.site is not wrong:
             return forward(self, *args, **kwargs)
-        run = self._run(kwargs["position_ids"])
+        run = self._run(kwargs["position_ids"], args[0] if args else kwargs["hidden_states"])
         kept = None if run is None else run.layout
         if run is not None:
             run.layout = layout.PackedLayout.from_lengths([kept.tokens])
