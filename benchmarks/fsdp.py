@@ -32,7 +32,6 @@ import argparse
 import json
 import logging
 import os
-import random
 import statistics
 import sys
 import time
@@ -48,90 +47,13 @@ import torch.distributed as dist
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks import shares  # noqa: E402
 from benchmarks.speed import data, measure, models  # noqa: E402
 from fa2_pack_patch import apply, kernels  # noqa: E402
-from fa2_pack_patch.data import DataCollatorWithFlattening, pack_lengths  # noqa: E402
+from fa2_pack_patch.data import DataCollatorWithFlattening  # noqa: E402
 
-Batches = list[list[int]]
-VARIANTS = ("padded", "packed_unbalanced", "packed_bfd", "packed_balanced")
 #: Losses of the variants over the same examples may differ by this share.
 CLOSE = {torch.bfloat16: 1e-2, torch.float32: 1e-4}
-
-
-def sample(pool: Sequence[int], tokens: int, seed: int = 0) -> list[int]:
-    """Lengths from ``pool`` in random order, ``tokens`` in all or little less."""
-    order = list(pool)
-    random.Random(seed).shuffle(order)
-    found: list[int] = []
-    left = tokens
-    for length in order:
-        if length > left:
-            break
-        found.append(length)
-        left -= length
-    if left == tokens or len(found) == len(order):
-        raise ValueError(f"{len(order)} lengths cannot fill {tokens} tokens; choose fewer steps")
-    return found
-
-
-def batches(variant: str, lengths: Sequence[int], capacity: int, ranks: int) -> Batches:
-    """The examples of each batch; rank ``r`` takes ``[r::ranks]``."""
-    if variant == "padded":
-        return even(padded_batches(lengths, capacity), lengths, ranks)
-    if variant == "packed_unbalanced":
-        bins = pack_lengths(lengths, capacity)
-        random.Random(0).shuffle(bins)
-        return even(bins, lengths, ranks)
-    if variant in ("packed_bfd", "packed_balanced"):
-        return pack_lengths(lengths, capacity, variant.split("_")[1], ranks=ranks)
-    raise ValueError(f"variant must be one of {list(VARIANTS)}, got {variant!r}")
-
-
-def padded_batches(lengths: Sequence[int], capacity: int) -> Batches:
-    """Examples in their order, as many in a batch as fit with their padding."""
-    found: Batches = [[]]
-    longest = 0
-    for at, length in enumerate(lengths):
-        longest = max(longest, length)
-        if found[-1] and (len(found[-1]) + 1) * longest > capacity:
-            found.append([])
-            longest = length
-        found[-1].append(at)
-    return found
-
-
-def even(found: Batches, lengths: Sequence[int], ranks: int) -> Batches:
-    """A multiple of ``ranks`` batches, by dividing those of the most tokens."""
-    found = [list(batch) for batch in found]
-    while len(found) % ranks:
-        at = max(
-            (n for n, batch in enumerate(found) if len(batch) > 1),
-            key=lambda n: sum(lengths[i] for i in found[n]),
-        )
-        half = len(found[at]) // 2
-        found[at : at + 1] = [found[at][:half], found[at][half:]]
-    return found
-
-
-def describe(found: Batches, lengths: Sequence[int], ranks: int, *, padded: bool) -> dict[str, Any]:
-    """What is known of a variant before it runs; imbalance is 1 where all ranks have the same."""
-    tokens = [sum(lengths[i] for i in batch) for batch in found]
-    wide = [len(b) * max(lengths[i] for i in b) for b in found] if padded else tokens
-    costs = [sum(lengths[i] ** 2 for i in batch) for batch in found]
-
-    def imbalance(values: Sequence[int]) -> float:
-        steps = [values[at : at + ranks] for at in range(0, len(values), ranks)]
-        return round(sum(map(max, steps)) * ranks / sum(values), 4)
-
-    return {
-        "steps": len(found) // ranks,
-        "examples": sum(map(len, found)),
-        "real_tokens": sum(tokens),
-        "computed_tokens": sum(wide),
-        "real_tokens_per_rank": [sum(tokens[rank::ranks]) for rank in range(ranks)],
-        "token_imbalance": imbalance(wide),
-        "attention_cost_imbalance": imbalance(costs),
-    }
 
 
 @dataclass
@@ -372,21 +294,21 @@ def _run(options: argparse.Namespace) -> int:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     capacity = options.tokens // 32 if options.smoke else options.tokens
     pool = data.lengths(options.lengths, cap=options.cap, smoke=options.smoke)
-    lengths = sample(pool, int(0.98 * capacity * ranks * options.steps))
+    lengths = shares.sample(pool, int(0.98 * capacity * ranks * options.steps))
     model, implementation = sharded(options)
     dtype = torch.float32 if options.smoke else torch.bfloat16
     bench = Bench(model)
     vocabulary = int(bench.model.config.vocab_size)
     variants = []
-    for name in VARIANTS:
+    for name in shares.VARIANTS:
         padded = name == "padded"
-        found = batches(name, lengths, capacity, ranks)
+        found = shares.batches(name, lengths, capacity, ranks)
         steps = []
         for at in range(0, len(found), ranks):
             every = found[at : at + ranks]
             call = collate(every[rank], lengths, vocabulary, padded)
             steps.append(Step(call, sum(lengths[i] - 1 for batch in every for i in batch)))
-        about = describe(found, lengths, ranks, padded=padded)
+        about = shares.describe(found, lengths, ranks, padded=padded)
         variants.append(Variant(name, about, steps))
     for variant in variants:
         variant.loss = bench.mean_loss(variant)

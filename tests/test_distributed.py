@@ -215,15 +215,15 @@ def test_accelerate_shares_out_the_batches() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 def test_the_benchmark_s_variants_hold_the_same_examples(ranks: int) -> None:
-    from benchmarks import fsdp
+    from benchmarks import shares
 
     lengths = [len(example["input_ids"]) for example in parts.EXAMPLES] * 5
     costs = {}
-    for name in fsdp.VARIANTS:
-        found = fsdp.batches(name, lengths, CAPACITY, ranks)
+    for name in shares.VARIANTS:
+        found = shares.batches(name, lengths, CAPACITY, ranks)
         assert len(found) % ranks == 0
         assert sorted(n for batch in found for n in batch) == list(range(len(lengths)))
-        about = fsdp.describe(found, lengths, ranks, padded=name == "padded")
+        about = shares.describe(found, lengths, ranks, padded=name == "padded")
         assert about["real_tokens"] == sum(about["real_tokens_per_rank"]) == sum(lengths)
         for batch in found:
             held = [lengths[n] for n in batch]
