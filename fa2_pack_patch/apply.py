@@ -11,7 +11,7 @@ import torch
 
 from . import compat, kernels, twin
 from .detect import Detection, Verdict, around, detect, find_base, is_pretrained, judge_config
-from .errors import UnsupportedModelError
+from .errors import UnsupportedModelError, UnsupportedReleaseError
 from .forwards import HeadForward, PackedForward
 from .hooks import CountHook, ModelHook
 from .interceptors.method import PackedMethod
@@ -93,20 +93,24 @@ def _still(patch: Patch, model: torch.nn.Module, kernel: str) -> Optional[PatchR
     outside = around(model)
     if outside.reasons:
         raise UnsupportedModelError(outside.subject, outside.reasons)
+    return patch.report if kernel == patch.kernel and _holds(patch, outside) else None
+
+
+def _holds(patch: Patch, outside: Detection) -> bool:
+    """Whether an earlier :func:`apply` covers all that is around the model by now."""
     known = {id(edit.target) for edit in patch.edits}
-    seen = all(id(holder) in known for holder in outside.holders)
-    return patch.report if seen and kernel == patch.kernel and patch.stale is None else None
+    return patch.stale is None and all(id(holder) in known for holder in outside.holders)
 
 
 def _proved(found: Detection, note: Optional[str]) -> Optional[str]:
     """For a release or modeling code that nobody verified: what a twin of the config gave."""
-    assert found.base is not None and found.family is not None
+    assert found.family is not None
     if note is None:
         changed = twin.altered(found.family)
         if changed is None:
             return None
         note = f"{changed} of transformers {compat.release()} is not as it was released"
-    return twin.check(found.base.config, found.family, found.implementation, note)
+    return twin.check(found.config, found.family, found.implementation, note)
 
 
 def _plan(found: Detection, kernel: str, note: Optional[str]) -> PatchReport:
@@ -240,28 +244,51 @@ def applied(
             revert(model)
 
 
-def supports(model_or_config: Any) -> Verdict:
-    """Whether a model or a config is supported by this release; all reasons if not.
+def _earlier(model: torch.nn.Module) -> Optional[Verdict]:
+    """The verdict on a model whose patch still holds, as :func:`apply` leaves it; else None."""
+    patch = _patch_of(model)
+    if patch is None or patch.report is None:
+        return None
+    outside = around(model)
+    if not outside.reasons and not _holds(patch, outside):
+        return None
+    name, release = patch.family.family, str(compat.release())
+    if outside.reasons:
+        return Verdict(outside.subject, name, release, tuple(outside.reasons))
+    notes = ("it is patched already", *patch.report.notes)
+    return Verdict(outside.subject, name, release, (), notes)
 
-    The result is true in a condition when it is supported; nothing is changed.
+
+def supports(model_or_config: Any) -> Verdict:
+    """Whether :func:`apply` would accept a model, or a model of a config; all reasons if not.
+
+    The result is true in a condition when it would; the model is not changed. On a release, or with
+    modeling code, that nobody verified, the two-layer twin is tried here as :func:`apply` tries it:
+    under two seconds, once on each machine. A config is taken to be loaded as it says, else as
+    ``sdpa``.
     """
     release = compat.release()
-    reasons = []
+    reasons: list[str] = []
+    note = None
     try:
-        compat.check_release(release, allow_unverified=False)
-    except RuntimeError as error:
+        note = compat.check_release(release, allow_unverified=True)
+    except UnsupportedReleaseError as error:
         reasons.append(str(error))
-    if not isinstance(model_or_config, torch.nn.Module):
-        verdict = judge_config(model_or_config, release)
-        return Verdict(
-            verdict.subject,
-            verdict.family,
-            verdict.release,
-            (*reasons, *verdict.reasons),
-            verdict.notes,
-        )
-    found = detect(model_or_config, release)
+    if isinstance(model_or_config, torch.nn.Module):
+        earlier = _earlier(model_or_config)
+        if earlier is not None:
+            return earlier
+        found = detect(model_or_config, release)
+    else:
+        found = judge_config(model_or_config, release)
+    reasons += found.reasons
+    notes = tuple(found.notes)
+    if not reasons:
+        try:
+            note = _proved(found, note)
+        except UnsupportedReleaseError as error:
+            reasons.append(str(error))
+    if note is not None and not any(note in r for r in reasons):
+        notes = (note, *notes)
     name = found.family.family if found.family else None
-    return Verdict(
-        found.subject, name, str(release), (*reasons, *found.reasons), tuple(found.notes)
-    )
+    return Verdict(found.subject, name, str(release), tuple(reasons), notes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
@@ -14,6 +14,7 @@ from packaging.version import Version
 
 from . import compat
 from .interceptors import INTERCEPTORS, home_of
+from .patch import ATTRIBUTE, FORWARDS, Patch, absent
 from .registry import Family, Span, by_base_class, by_model_type, families
 
 _REFUSED_WRAPPERS = {
@@ -51,7 +52,7 @@ class Verdict:
 
 @dataclass
 class Detection:
-    """A model taken apart: what :mod:`fa2_pack_patch.apply` needs to plan."""
+    """A model, or a config, taken apart: what :mod:`fa2_pack_patch.apply` needs to plan."""
 
     subject: str
     family: Optional[Family] = None
@@ -61,6 +62,7 @@ class Detection:
     pooled: dict[int, str] = field(default_factory=dict)
     attention: list[tuple[str, torch.nn.Module]] = field(default_factory=list)
     implementation: str = ""
+    config: Any = None
     reasons: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -118,6 +120,7 @@ def detect(model: torch.nn.Module, release: Version) -> Detection:
     _, base, family = bases[0]
     result.base, result.family = base, family
     config: Any = base.config
+    result.config = config
     _holders(model, base, family, result)
     result.span = _span(family, release, result)
     result.reasons += config_reasons(config, family, release)
@@ -202,19 +205,17 @@ def _attention(
             f"{layers} layers; token-mixing modules found: {names or 'none'}"
         )
         return
+    patch = base.__dict__.get(ATTRIBUTE)
+    edits = patch.edits if isinstance(patch, Patch) else []
+    ours = {id(edit.value): edit.before for edit in edits if edit.name in FORWARDS}
     for label, module in result.attention:
-        reason = _foreign(module, label)
+        reason = _foreign(module, label, ours)
         if reason is not None:
             result.reasons.append(reason)
             break
     first = result.attention[0][1]
     result.implementation = compat.implementation_of(first, config, span.via)
-    if compat.implementation_kind(result.implementation) is None:
-        result.reasons.append(
-            f"loaded with attn_implementation={result.implementation!r}, which cannot be packed; "
-            "load with 'sdpa', 'eager', 'flash_attention_2', 'flash_attention_3' or a hub kernel "
-            "whose name says flash"
-        )
+    result.reasons += _unpackable(result.implementation)
     owner: Any = (
         class_of(first) if span.packed_class is None else getattr(code, span.packed_class, None)
     )
@@ -230,6 +231,16 @@ def _attention(
         result.reasons.append(reason)
     if not getattr(first, "is_causal", True):
         result.reasons.append(f"{result.attention[0][0]}.is_causal is false: not a causal decoder")
+
+
+def _unpackable(implementation: str) -> list[str]:
+    if compat.implementation_kind(implementation) is not None:
+        return []
+    return [
+        f"loaded with attn_implementation={implementation!r}, which cannot be packed; "
+        "load with 'sdpa', 'eager', 'flash_attention_2', 'flash_attention_3' or a hub kernel "
+        "whose name says flash"
+    ]
 
 
 def _mixes(module: torch.nn.Module) -> bool:
@@ -270,12 +281,13 @@ def _not_its_own(owner: type) -> Optional[str]:
     )
 
 
-def _foreign(module: torch.nn.Module, label: str) -> Optional[str]:
+def _foreign(module: torch.nn.Module, label: str, ours: Mapping[int, Any]) -> Optional[str]:
     reason = _not_its_own(class_of(module))
     if reason is not None:
         return reason
     forward = module.__dict__.get("forward")
-    if forward is None or "_hf_hook" in module.__dict__:
+    forward = ours.get(id(forward), forward)  # what was there before apply
+    if forward is None or absent(forward) or "_hf_hook" in module.__dict__:
         return None
     own = getattr(forward, "__func__", None) is type(module).forward
     if own and forward.__self__ is module:  # accelerate leaves that when its hooks are removed
@@ -309,21 +321,26 @@ def _unknown(model_type: Any) -> str:
     return f"model_type {model_type!r} is not in the registry; supported: {', '.join(known)}"
 
 
-def judge_config(config: Any, release: Version, notes: Sequence[str] = ()) -> Verdict:
+def judge_config(config: Any, release: Version) -> Detection:
     """The verdict on a config alone: family, release, and the registry's refusals."""
     model_type = getattr(config, "model_type", None)
-    subject = f"config of model_type {model_type!r}"
-    family = by_model_type(str(model_type))
-    if family is None:
-        return Verdict(subject, None, str(release), (_unknown(model_type),))
-    reasons = []
-    if family.span(release) is None:
-        reasons.append(
-            f"family {family.family} is known from transformers {family.since} on, not in {release}"
+    if not isinstance(model_type, str):
+        return Detection(
+            type(config).__name__,
+            reasons=[f"a model or its config was expected, got {config!r:.80}; load it first"],
         )
-    reasons += config_reasons(config, family, release)
+    result = Detection(f"config of model_type {model_type!r}", config=config)
+    result.family = family = by_model_type(model_type)
+    if family is None:
+        result.reasons.append(_unknown(model_type))
+        return result
+    result.span = _span(family, release, result)
+    result.reasons += config_reasons(config, family, release)
+    # The property of 4.36 to 4.47 says eager where nothing was chosen yet.
+    result.implementation = vars(config).get("_attn_implementation_internal") or "sdpa"
+    result.reasons += _unpackable(result.implementation)
     auto = getattr(config, "auto_map", None)
     if auto:
-        notes = [*notes, f"the config has an auto_map ({sorted(auto)}): do not load remote code"]
-    own = [n.text for n in family.notes if n.releases.contains(release, prereleases=True)]
-    return Verdict(subject, family.family, str(release), tuple(reasons), tuple([*notes, *own]))
+        result.notes.append(f"the config has an auto_map ({sorted(auto)}): do not load remote code")
+    result.notes += [n.text for n in family.notes if n.releases.contains(release, prereleases=True)]
+    return result

@@ -20,10 +20,17 @@ from .varlen import Doubts
 #: Where a patched base model keeps its :class:`Patch`.
 ATTRIBUTE = "_fa2_pack_patch"
 
-_ABSENT = "<absent>"
+#: What an attribute that was not there before is said to have been.
+ABSENT = "<absent>"
+
+
+def absent(value: Any) -> bool:
+    """Whether what was there before an edit was nothing."""
+    return isinstance(value, str) and value == ABSENT
+
 
 #: Where a module's forward may be: as its own attribute, or under accelerate's hooks.
-_FORWARDS = ("forward", "_old_forward")
+FORWARDS = ("forward", "_old_forward")
 
 _HOOK_DICTIONARIES = (
     "_forward_pre_hooks",
@@ -125,7 +132,7 @@ class Edit:
     name: str
     value: Any
     hook: Optional[str] = None  # "pre" or "post"
-    before: Any = _ABSENT
+    before: Any = ABSENT
     hook_id: Optional[int] = None
 
     def commit(self) -> None:
@@ -134,7 +141,7 @@ class Edit:
         elif self.hook == "post":
             self.hook_id = self.target.register_forward_hook(self.value, with_kwargs=True).id
         else:
-            self.before = self.target.__dict__.get(self.name, _ABSENT)
+            self.before = self.target.__dict__.get(self.name, ABSENT)
             self.target.__dict__[self.name] = self.value
 
     def undo(self) -> None:
@@ -147,11 +154,11 @@ class Edit:
             return
         own = self.target.__dict__
         # accelerate's hooks may have come or gone since, and move a forward from one to the other
-        slots = _FORWARDS if self.name in _FORWARDS else (self.name,)
+        slots = FORWARDS if self.name in FORWARDS else (self.name,)
         for slot in slots:
-            if own.get(slot, _ABSENT) is not self.value:
+            if own.get(slot, ABSENT) is not self.value:
                 continue
-            if not (isinstance(self.before, str) and self.before == _ABSENT):
+            if not absent(self.before):
                 own[slot] = self.before
             elif slot == "_old_forward":
                 own[slot] = type(self.target).forward.__get__(self.target)

@@ -168,7 +168,7 @@ def build(config: Any, family: Family, implementation: str) -> torch.nn.Module:
     cls = getattr(importlib.import_module(family.module), family.causal)
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(0)
-        if hasattr(cls, "_from_config") and compat.release() >= Version("4.36"):
+        if hasattr(cls, "_from_config") and _chosen():
             model = cls._from_config(config, attn_implementation=implementation)
         else:
             model = cls(config)
@@ -179,6 +179,16 @@ def build(config: Any, family: Family, implementation: str) -> torch.nn.Module:
     return found
 
 
+def as_built(implementation: str) -> str:
+    """As what the twin of a model is built: flash-attention runs on no CPU, sdpa came with 4.36."""
+    return "eager" if implementation == "eager" or not _chosen() else "sdpa"
+
+
+def _chosen() -> bool:
+    """Whether models of this release are built as the implementation that is asked for."""
+    return compat.release() >= Version("4.36")
+
+
 def try_twin(config: Any, family: Family, implementation: str = "sdpa") -> Any:
     """The :class:`~fa2_pack_patch.VerifyReport` of a patched two-layer twin of ``config``."""
     from .apply import apply
@@ -186,7 +196,7 @@ def try_twin(config: Any, family: Family, implementation: str = "sdpa") -> Any:
 
     small = twin_config(config)
     try:
-        model = build(small, family, "eager" if implementation == "eager" else "sdpa")
+        model = build(small, family, as_built(implementation))
     except ValueError:  # no sdpa for this family here
         model = build(small, family, "eager")
     with torch.enable_grad():
@@ -207,7 +217,7 @@ def key(config: Any, family: Family, implementation: str) -> dict[str, str]:
         "python": platform.python_version(),
         "machine": f"{sys.platform} {platform.machine()}",
         "family": family.family,
-        "implementation": implementation,
+        "implementation": as_built(implementation),
         "config": hashlib.sha256(small.encode()).hexdigest(),
         "code": code.hexdigest(),
     }

@@ -428,6 +428,33 @@ def test_supports_a_config_and_a_model(build: Build) -> None:
     assert not verdict
     assert "'gpt2'" in str(verdict)
     assert not fpp.supports(transformers.FalconConfig(alibi=True))
+    if compat.release() >= compat.Version("4.36"):
+        config = build().config
+        config._attn_implementation = "flex_attention"
+        assert "'flex_attention'" in str(fpp.supports(config))
+
+
+def test_supports_a_model_that_is_patched(build: Build) -> None:
+    model = build()
+    fpp.apply(model)
+    verdict = fpp.supports(model)
+    assert verdict
+    assert verdict.notes[0] == "it is patched already"
+    assert not fpp.supports(torch.nn.DataParallel(model))
+    patched = model.model.__dict__["_fa2_pack_patch"]
+    patched.stale = "patched elsewhere"  # apply patches it anew
+    assert fpp.supports(model) and not fpp.supports(model).notes
+    model.model.layers[1].self_attn.forward = lambda *a, **k: None
+    verdict = fpp.supports(model)
+    assert "layers.1.self_attn.forward was replaced" in str(verdict)
+    assert "fa2_pack_patch" not in str(verdict).split(" was replaced")[1]
+
+
+@pytest.mark.parametrize("given", ["meta-llama/Llama-2-7b-hf", 3, None])
+def test_supports_of_what_is_no_model(given: object) -> None:
+    verdict = fpp.supports(given)
+    assert not verdict
+    assert f"a model or its config was expected, got {given!r}" in str(verdict)
 
 
 def test_unknown_kernel(build: Build) -> None:

@@ -118,6 +118,61 @@ def test_code_that_is_not_as_released_is_tried(
         fpp.apply(model)
 
 
+def agrees(target: Any, model: torch.nn.Module) -> fpp.Verdict:
+    """What supports() says, once apply has been seen to do the same."""
+    before = state(model)
+    verdict = fpp.supports(target)
+    assert state(model) == before
+    try:
+        fpp.apply(model)
+    except (fpp.UnsupportedModelError, fpp.UnsupportedReleaseError):
+        assert not verdict, str(verdict)
+    else:
+        assert verdict, str(verdict)
+    return verdict
+
+
+@pytest.mark.parametrize("of", ["model", "config"])
+@pytest.mark.parametrize("why", ["newer", "altered"])
+def test_supports_says_what_apply_will_do(
+    build: Build, monkeypatch: pytest.MonkeyPatch, of: str, why: str, request: Any
+) -> None:
+    family = registry.families()["llama"]
+    path = twin.code_files(family)[0]
+    if why == "newer":
+        request.getfixturevalue("newer")
+    else:
+        digest = {os.path.realpath(path): "x" * 43}
+        monkeypatch.setattr(twin, "_record", lambda: digest)
+    model = build("llama")
+    verdict = agrees(model if of == "model" else model.config, model)
+    assert "passed verify just now" in verdict.notes[0]
+    assert "before" in fpp.supports(model).notes[1]  # patched by now, with the notes of apply
+    breaking("llama", monkeypatch)
+    monkeypatch.setattr(twin, "passed_before", lambda _: False)
+    model = build("llama")
+    verdict = agrees(model if of == "model" else model.config, model)
+    assert "logits, one row" in str(verdict) and "FAILED" in str(verdict)
+
+
+def test_what_supports_tried_for_a_config_apply_need_not_try_again(
+    build: Build, newer: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build("llama")
+    assert fpp.supports(type(model.config)(**model.config.to_dict()))
+    monkeypatch.setattr(twin, "try_twin", None)
+    assert fpp.apply(model)
+
+
+def test_no_twin_is_tried_for_what_is_refused_anyway(
+    build: Build, newer: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(twin, "try_twin", None)
+    model = build("falcon", alibi=True)
+    assert "alibi" in str(agrees(model, model))
+    assert "alibi" in str(agrees(model.config, model))
+
+
 def test_nothing_is_tried_on_a_verified_release(build: Build, cache: Path) -> None:
     assert fpp.apply(build("llama")).verified
     assert not cache.exists()
@@ -201,7 +256,9 @@ def test_versions_code_and_config_are_in_the_key(
     first = twin.key(config, family, "sdpa")
     assert first == twin.key(config, family, "sdpa")
     assert first["transformers"] == RELEASE and first["torch"] == torch.__version__
-    assert first != twin.key(config, family, "eager")
+    if compat.release() >= compat.Version("4.36"):  # before, there is eager alone
+        assert first != twin.key(config, family, "eager")
+    assert first == twin.key(config, family, "flash_attention_2" if twin._chosen() else "eager")
     config.rms_norm_eps = 0.5
     assert first["config"] != twin.key(config, family, "sdpa")["config"]
     monkeypatch.setattr(twin, "code_files", lambda _: [Path(__file__)])
