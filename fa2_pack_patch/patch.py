@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import CellType
 from typing import Any, Callable, Optional
 
 import torch
@@ -141,8 +142,12 @@ class Edit:
         elif self.hook == "post":
             self.hook_id = self.target.register_forward_hook(self.value, with_kwargs=True).id
         else:
-            self.before = self.target.__dict__.get(self.name, ABSENT)
-            self.target.__dict__[self.name] = self.value
+            own = self.target.__dict__
+            self.before = own.get(self.name, ABSENT)
+            own[self.name] = self.value
+            cell = _cell(own.get("forward")) if self.name == "_old_forward" else None
+            if cell is not None:
+                cell.cell_contents = self.value
 
     def undo(self) -> None:
         """Undo the change, wherever it is by now; where it is no more, do nothing."""
@@ -153,6 +158,8 @@ class Edit:
                     dictionary.pop(number, None)
             return
         own = self.target.__dict__
+        if self.name in FORWARDS:
+            self._undo_in_cell(own.get("forward"))
         # accelerate's hooks may have come or gone since, and move a forward from one to the other
         slots = FORWARDS if self.name in FORWARDS else (self.name,)
         for slot in slots:
@@ -165,6 +172,13 @@ class Edit:
             else:
                 del own[slot]
 
+    def _undo_in_cell(self, forward: Any) -> None:
+        cell = _cell(forward)
+        if cell is None or cell.cell_contents is not self.value:
+            return
+        stock = type(self.target).forward
+        cell.cell_contents = stock.__get__(self.target) if absent(self.before) else self.before
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         if self.hook_id is not None:
@@ -174,6 +188,12 @@ class Edit:
     def __str__(self) -> str:
         what = f"{self.hook} hook" if self.hook else self.name
         return f"{type(self.target).__name__}: {what}"
+
+
+def _cell(forward: Any) -> Optional[CellType]:
+    """Where a hook of accelerate below 0.25 has the forward that it calls, whatever is put in."""
+    names = getattr(getattr(forward, "__code__", None), "co_freevars", ())
+    return forward.__closure__[names.index("old_forward")] if "old_forward" in names else None
 
 
 @dataclass(frozen=True)

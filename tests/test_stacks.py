@@ -131,6 +131,24 @@ def hooked(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
+def hooked_of_old(model: torch.nn.Module) -> torch.nn.Module:
+    """The same as accelerate did it until 0.24: its forward calls the one that it found."""
+
+    def hook(module: torch.nn.Module) -> None:
+        old_forward = module.forward
+        module._old_forward, module._hf_hook = old_forward, object()
+
+        @functools.wraps(old_forward)
+        def new_forward(*args: Any, **kwargs: Any) -> Any:
+            return old_forward(*args, **kwargs)
+
+        module.forward = new_forward
+
+    for module in model.modules():
+        hook(module)
+    return model
+
+
 def fp32_outputs(model: torch.nn.Module) -> torch.nn.Module:
     """What accelerate's ``prepare`` does to a model under mixed precision."""
     operations = pytest.importorskip("accelerate.utils.operations")
@@ -300,6 +318,7 @@ STACKS = [
     Stack("cpu_offload", cpu_offload, trains=False),
     Stack("device_map", device_map, trains=False),
     Stack("accelerate-hooks", hooked),
+    Stack("accelerate-hooks-of-0.24", hooked_of_old),
     Stack("accelerate-fp32-outputs", fp32_outputs),
     Stack("checkpointing", checkpointed(False)),
     Stack("checkpointing-reentrant", checkpointed(True)),
