@@ -72,8 +72,7 @@ def pack_lengths(
             few examples to make the number of bins a multiple of ``ranks``.
         ValueError: options that do not exist.
     """
-    if too_long not in TOO_LONG:
-        raise ValueError(f"too_long must be one of {list(TOO_LONG)}, got {too_long!r}.")
+    check_choice("too_long", too_long, TOO_LONG)
     sizes = check_lengths(lengths)
     check_count("capacity", capacity)
     names: Optional[list[Any]] = None
@@ -122,8 +121,7 @@ def pack_arrays(
 ) -> list[Ints]:
     """:func:`pack_lengths` of checked sizes; the number of bins is a multiple of ``ranks`` only if
     there are examples enough."""
-    if strategy not in STRATEGIES:
-        raise ValueError(f"strategy must be one of {list(STRATEGIES)}, got {strategy!r}.")
+    check_choice("strategy", strategy, STRATEGIES)
     check_count("capacity", capacity)
     check_count("ranks", ranks)
     if max_examples is not None:
@@ -174,6 +172,12 @@ def check_lengths(lengths: Lengths) -> Ints:
             f"{quote(sizes[bad].tolist())} tokens; leave out empty examples."
         )
     return sizes
+
+
+def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    """Refuses what is none of the choices."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {list(choices)}, got {value!r}.")
 
 
 def check_count(name: str, value: object) -> None:

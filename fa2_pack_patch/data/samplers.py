@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import Sampler
 
 from ..errors import PackingError
-from .packers import Ints, Lengths, check_count, check_lengths, pack_arrays
+from .packers import Ints, Lengths, check_choice, check_count, check_lengths, pack_arrays
 
 REMAINDERS = ("error", "repeat", "drop")
 
@@ -68,8 +68,7 @@ class PackedBatchSampler(Sampler):  # type: ignore[type-arg]
                 f'too_long must be "error" or "truncate", got {too_long!r}; to split examples, '
                 'split them in the data set, by pack_lengths(..., too_long="split").'
             )
-        if remainder not in REMAINDERS:
-            raise ValueError(f"remainder must be one of {list(REMAINDERS)}, got {remainder!r}.")
+        check_choice("remainder", remainder, REMAINDERS)
         check_count("capacity", capacity)
         check_count("multiple_of", multiple_of)
         if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or seed < 0:

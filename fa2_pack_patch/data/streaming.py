@@ -11,7 +11,7 @@ from typing import Any, Callable, Optional
 from torch.utils.data import IterableDataset, get_worker_info
 
 from ..errors import PackingError
-from .packers import check_count
+from .packers import check_choice, check_count
 from .samplers import REMAINDERS, replicas
 
 
@@ -70,8 +70,7 @@ class PackedIterableDataset(IterableDataset):  # type: ignore[type-arg]
             )
         if too_long not in ("error", "truncate"):
             raise ValueError(f'too_long must be "error" or "truncate", got {too_long!r}.')
-        if remainder not in REMAINDERS:
-            raise ValueError(f"remainder must be one of {list(REMAINDERS)}, got {remainder!r}.")
+        check_choice("remainder", remainder, REMAINDERS)
         check_count("capacity", capacity)
         check_count("buffer_size", buffer_size)
         if max_examples is not None:
