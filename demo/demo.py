@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 import fa2_pack_patch
+from fa2_pack_patch.plots import draw_maps
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 Example = dict[str, list[int]]
@@ -83,29 +84,6 @@ def influence(model: torch.nn.Module, examples: list[Example], length: int = 12)
         (gradient,) = torch.autograd.grad(logits[place].square().sum(), embeds, retain_graph=True)
         rows.append(gradient[0].float().norm(dim=-1))
     return torch.stack(rows).cpu()
-
-
-def draw(maps: dict[str, torch.Tensor], path: Path, title: str) -> None:
-    """The influence maps side by side as a PNG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, len(maps), figsize=(4.6 * len(maps), 4.6))
-    for axis, (name, matrix) in zip(axes, maps.items()):
-        shown = (matrix / matrix.max(dim=1, keepdim=True).values + 1e-9).log10()
-        axis.imshow(shown, vmin=-4, vmax=0, cmap="viridis", interpolation="nearest")
-        axis.set_title(name)
-        axis.set_xlabel("input token")
-        for edge in range(0, matrix.shape[0] + 1, matrix.shape[0] // 3):
-            axis.axhline(edge - 0.5, color="white", linewidth=0.8)
-            axis.axvline(edge - 0.5, color="white", linewidth=0.8)
-    axes[0].set_ylabel("output token")
-    figure.suptitle(title)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
 
 
 def foreign(matrix: torch.Tensor) -> float:
@@ -192,7 +170,9 @@ def main() -> int:
     )
     if options.picture:
         options.picture.parent.mkdir(parents=True, exist_ok=True)
-        draw(maps, options.picture, f"SmolLM2-135M, Transformers {transformers.__version__}")
+        tokens = len(maps["stock"])
+        title = f"SmolLM2-135M, Transformers {transformers.__version__}"
+        draw_maps(maps, list(range(0, tokens, tokens // 3)), title, options.picture)
         print(f"picture: {options.picture}")
     del model
     print("training, the same examples padded and packed:")

@@ -90,13 +90,14 @@ def draw_leaks(model: torch.nn.Module, path: Path) -> None:
     from . import compat
 
     title = f"{type(model).__name__}, Transformers {compat.release()}"
-    _draw(maps, [p.start for p in batch.pieces], title, path)
+    draw_maps(maps, [p.start for p in batch.pieces], title, path)
 
 
-def _draw(maps: Mapping[str, torch.Tensor], starts: list[int], title: str, path: Path) -> None:
+def draw_maps(maps: Mapping[str, torch.Tensor], starts: list[int], title: str, path: Path) -> None:
+    """Influence maps by name, side by side, with a line where an example starts."""
     from matplotlib.figure import Figure  # no pyplot: the user's backend stays as it is
 
-    figure = Figure(figsize=(4.6 * len(maps), 4.9))
+    figure = Figure(figsize=(4.6 * len(maps), 4.6))
     axes = figure.subplots(1, len(maps), squeeze=False)[0]
     for axis, (name, matrix) in zip(axes, maps.items()):
         largest = matrix.max(dim=1, keepdim=True).values.clamp_min(1e-30)
