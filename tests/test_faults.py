@@ -68,6 +68,21 @@ def raiser(fault: type[BaseException]) -> Callable[..., Any]:
     return function
 
 
+def checkpointed(build: Build, call: Call) -> tuple[Any, dict[str, torch.Tensor]]:
+    """A patched model with activation checkpointing, and what its gradients of a call must be."""
+    model, alone = build("llama", "eager").train(), build("llama", "eager").train()
+    want = separate_gradients(alone, [call])
+    fpp.apply(model)
+    model.gradient_checkpointing_enable()
+    model.enable_input_require_grads()
+    return model, want
+
+
+def assert_gradients(model: torch.nn.Module, want: dict[str, torch.Tensor]) -> None:
+    for name, parameter in model.named_parameters():
+        assert torch.allclose(parameter.grad, want[name], atol=LIMIT), name
+
+
 def nothing_left_behind(model: torch.nn.Module) -> None:
     patch = getattr(model, model.base_model_prefix)._fa2_pack_patch
     gc.collect()
@@ -301,8 +316,7 @@ def test_a_fault_in_a_backward(
     nothing_left_behind(model)
     for call in (first, second):
         packed_loss(model, call).backward()
-    for name, parameter in model.named_parameters():
-        assert torch.allclose(parameter.grad, want[name], atol=LIMIT), name
+    assert_gradients(model, want)
     if checkpoint:
         model.disable_input_require_grads()
         model.gradient_checkpointing_disable()
@@ -314,20 +328,15 @@ def test_a_fault_in_a_backward(
 def test_the_first_of_two_forwards_outlives_the_failure_of_the_second(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, alone = build("llama", "eager").train(), build("llama", "eager").train()
     first = _positions(TWO)
-    want = separate_gradients(alone, [first])
-    fpp.apply(model)
-    model.gradient_checkpointing_enable()
-    model.enable_input_require_grads()
+    model, want = checkpointed(build, first)
     loss = packed_loss(model, first)
     with monkeypatch.context() as patch:
         breaking(model, "between", patch, ZeroDivisionError)
         with pytest.raises(ZeroDivisionError):
             model(**_positions(OTHER).kwargs)
     loss.backward()
-    for name, parameter in model.named_parameters():
-        assert torch.allclose(parameter.grad, want[name], atol=LIMIT), name
+    assert_gradients(model, want)
 
 
 def test_a_call_that_fails_between_the_head_and_the_base_model(build: Build) -> None:
@@ -455,18 +464,13 @@ def test_apply_to_one_model_from_several_threads(
 
 
 def test_backward_in_another_thread(build: Build) -> None:
-    model, alone = build("llama", "eager").train(), build("llama", "eager").train()
     call = _positions(TWO)
-    want = separate_gradients(alone, [call])
-    fpp.apply(model)
-    model.gradient_checkpointing_enable()
-    model.enable_input_require_grads()
+    model, want = checkpointed(build, call)
     loss = packed_loss(model, call)
     thread = threading.Thread(target=loss.backward)
     thread.start()
     thread.join()
-    for name, parameter in model.named_parameters():
-        assert torch.allclose(parameter.grad, want[name], atol=LIMIT), name
+    assert_gradients(model, want)
 
 
 def test_asyncio(build: Build) -> None:

@@ -197,7 +197,7 @@ def test_a_folder_is_made_whole_or_not_at_all(
             assert requirements == ["tokenizers<0.20,>=0.19"]
             (target / "tokenizers").mkdir()
 
-    monkeypatch.setattr(releases, "_install", install)
+    monkeypatch.setattr(releases, "install", install)
     where = tmp_path / "folders"
     (tmp_path / "broken").touch()
     with pytest.raises(RuntimeError, match="network"):

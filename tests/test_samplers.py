@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 import types
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -34,6 +35,20 @@ class Examples(torch.utils.data.Dataset):  # type: ignore[type-arg]
 
 def everyone(batches: list[list[int]], count: int = len(LENGTHS)) -> bool:
     return sorted(at for batch in batches for at in batch) == list(range(count))
+
+
+def whole_and_resumed(loader: Callable[[], Any]) -> tuple[list[Any], list[Any]]:
+    """All that a stateful loader gives, and what another gives from the state of six of them on."""
+    whole = list(loader())
+    first = loader()
+    iterator = iter(first)
+    for _ in range(6):
+        next(iterator)
+    state = first.state_dict()
+    del iterator
+    second = loader()
+    second.load_state_dict(state)
+    return whole, list(second)
 
 
 def distributed(rank: int, count: int = 3, **options: Any) -> DistributedPackedBatchSampler:
@@ -236,16 +251,8 @@ def test_in_a_stateful_loader(workers: int) -> None:
             num_workers=workers,
         )
 
-    whole = [batch["input_ids"].tolist() for batch in loader()]
-    first = loader()
-    iterator = iter(first)
-    for _ in range(6):
-        next(iterator)
-    state = first.state_dict()
-    del iterator
-    second = loader()
-    second.load_state_dict(state)
-    assert [batch["input_ids"].tolist() for batch in second] == whole[6:]
+    whole, rest = whole_and_resumed(loader)
+    assert [b["input_ids"].tolist() for b in rest] == [b["input_ids"].tolist() for b in whole[6:]]
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3])

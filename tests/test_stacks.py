@@ -707,6 +707,24 @@ def replace(
         monkeypatch.setitem(holder, name, make(holder[name]))
 
 
+def noticed(
+    monkeypatch: pytest.MonkeyPatch,
+    model: torch.nn.Module,
+    call: Call,
+    place: tuple[Any, str],
+    make: Callable[[Any], Any],
+) -> None:
+    """A replacement after apply stops the next call, and a new apply for as long as it is there."""
+    with monkeypatch.context() as later:
+        replace(later, place, make)
+        with pytest.raises(fpp.PackingError, match="since apply, .*other_library"):
+            model(**call.kwargs)
+        fpp.revert(model)
+        refused(model)
+    fpp.apply(model)
+    model(**call.kwargs)
+
+
 FOREIGN: dict[str, Callable[[types.ModuleType], Callable[[Any], Any]]] = {
     "function": lambda library: lambda _: library.attention,
     "wrapped": lambda library: library.wrapped,
@@ -740,15 +758,7 @@ def test_somebody_elses_attention_function(
     with other_library() as library:
         fpp.apply(model)
         model(**call.kwargs)
-        place = core_of(model)
-        with monkeypatch.context() as later:
-            replace(later, place, FOREIGN[how](library))
-            with pytest.raises(fpp.PackingError, match="since apply, .*other_library"):
-                model(**call.kwargs)
-            fpp.revert(model)
-            refused(model)
-        fpp.apply(model)
-        model(**call.kwargs)
+        noticed(monkeypatch, model, call, core_of(model), FOREIGN[how](library))
 
 
 def loaded_as_flash_attention() -> None:
@@ -767,14 +777,7 @@ def loaded_as_flash_attention() -> None:
     call = _positions(TWO)
     for place in places:
         with other_library() as library:
-            with monkeypatch.context() as later:
-                replace(later, place, lambda _: library.attention)
-                with pytest.raises(fpp.PackingError, match="since apply, .*other_library"):
-                    model(**call.kwargs)
-                fpp.revert(model)
-                refused(model)
-            fpp.apply(model)
-            model(**call.kwargs)
+            noticed(monkeypatch, model, call, place, lambda _: library.attention)
 
 
 def test_another_flash_attention_forward() -> None:

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from fa2_pack_patch import PackingError
 from fa2_pack_patch.data import DataCollatorWithFlattening, PackedIterableDataset
+from tests.test_samplers import whole_and_resumed
 
 CAPACITY = 64
 SIZES = [random.Random(at).choice([3, 5, 9, 17, 40, 64]) for at in range(203)]
@@ -149,16 +150,8 @@ def test_in_a_stateful_loader(workers: int) -> None:
             stream(), batch_size=None, collate_fn=list, num_workers=workers
         )
 
-    whole = list(loader())
-    first = loader()
-    iterator = iter(first)
-    for _ in range(6):
-        next(iterator)
-    state = first.state_dict()
-    del iterator
-    second = loader()
-    second.load_state_dict(state)
-    assert list(second) == whole[6:]
+    whole, rest = whole_and_resumed(loader)
+    assert rest == whole[6:]
 
 
 def test_datasets_streams() -> None:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -143,17 +144,24 @@ def companions(metadata: str) -> list[str]:
 
 
 def folder(version: str, where: Path | None = None) -> Path:
-    """The release's folder, made when it is missing; safe when two processes want it."""
-    base = where or root()
-    target = base / version
+    """The release's folder, made when it is missing."""
+
+    def fill(made: Path) -> None:
+        install(made, [f"transformers=={version}"])
+        metadata = next(made.glob("transformers-*.dist-info")) / "METADATA"
+        install(made, companions(metadata.read_text(encoding="utf-8")))
+
+    return whole((where or root()) / version, fill)
+
+
+def whole(target: Path, fill: Callable[[Path], None]) -> Path:
+    """``target``, filled when it is missing: whole or not at all, whoever else wants it."""
     if target.is_dir():
         return target
-    base.mkdir(parents=True, exist_ok=True)
-    made = Path(tempfile.mkdtemp(prefix=f".{version}-", dir=base))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    made = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
-        _install(made, [f"transformers=={version}"])
-        metadata = next(made.glob("transformers-*.dist-info")) / "METADATA"
-        _install(made, companions(metadata.read_text(encoding="utf-8")))
+        fill(made)
         made.chmod(0o755)  # mkdtemp's own mode shuts everybody else out
         try:
             made.rename(target)
@@ -165,7 +173,7 @@ def folder(version: str, where: Path | None = None) -> Path:
     return target
 
 
-def _install(target: Path, requirements: list[str]) -> None:
+def install(target: Path, requirements: list[str]) -> None:
     command = [*installer(), "--target", str(target), "--no-deps", *requirements]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:

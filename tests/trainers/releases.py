@@ -7,9 +7,7 @@ needs goes into a folder of its own, without dependencies; torch and pure helper
 from __future__ import annotations
 
 import os
-import shutil
 import sys
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,22 +76,9 @@ def folder(setup: Setup) -> Path:
     """The companions' folder, made when it is missing."""
     given = os.environ.get("FA2_PACK_PATCH_COMPANIONS")
     base = Path(given) if given else releases.ROOT / ".cache" / "companions"
-    target = base / setup.name
-    if target.is_dir():
-        return target
-    base.mkdir(parents=True, exist_ok=True)
-    made = Path(tempfile.mkdtemp(prefix=f".{setup.name}-", dir=base))
-    try:
-        releases._install(made, list(setup.packages))
-        made.chmod(0o755)
-        try:
-            made.rename(target)
-        except OSError:  # somebody else was quicker
-            if not target.is_dir():
-                raise
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
-    return target
+    return releases.whole(
+        base / setup.name, lambda made: releases.install(made, list(setup.packages))
+    )
 
 
 def path(setup: Setup) -> str:
