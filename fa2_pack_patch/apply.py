@@ -10,7 +10,16 @@ from typing import Any, Optional
 import torch
 
 from . import compat, kernels, twin
-from .detect import Detection, Verdict, around, detect, find_base, is_pretrained, judge_config
+from .detect import (
+    Detection,
+    Verdict,
+    around,
+    class_of,
+    detect,
+    find_base,
+    is_pretrained,
+    judge_config,
+)
 from .errors import UnsupportedModelError, UnsupportedReleaseError
 from .forwards import HeadForward, PackedForward
 from .hooks import CountHook, ModelHook
@@ -130,6 +139,8 @@ def _plan(found: Detection, kernel: str, note: Optional[str]) -> PatchReport:
         patch.reference(compat.implementation_of(module, config, found.span.via))
     edits.append(Edit(found.base, "pre", ModelHook(patch, base=True), hook="pre"))
     edits.append(Edit(found.base, "post", CountHook(patch), hook="post"))
+    heads = {class_of(holder).__name__ for holder in found.holders}
+    patch.shifts_labels = heads.isdisjoint(found.family.per_token)
     for holder in found.holders:
         pooled = found.pooled.get(id(holder))
         hook = ModelHook(patch, base=False, pooled=pooled, outer=not is_pretrained(holder))

@@ -49,8 +49,12 @@ class HeadForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = self.hook.passed_by(self.module, args, kwargs)
         if self.before is not None:
-            return self.before(*args, **kwargs)
-        return type(self.module).forward(self.module, *args, **kwargs)
+            found = self.before(*args, **kwargs)
+        else:
+            found = type(self.module).forward(self.module, *args, **kwargs)
+        if not is_compiling():
+            self.hook.check_arrival(self.module, kwargs)
+        return found
 
 
 class PackedForward:

@@ -28,13 +28,13 @@ from .reading import (
     readable,
     remember_unpacked,
     to_host,
-    without_first,
 )
-from .refusals import check_inputs, check_labels, check_mask, check_options
+from .refusals import check_head, check_inputs, check_mask, check_options, positions_kept
 from .rope import check_lengths
 from .runs import Run
+from .targets import has_labels, mask_labels
 from .tensors import check_position_ids, quote, upload
-from .varlen import VarlenLayout, labels_without_first
+from .varlen import VarlenLayout
 
 if TYPE_CHECKING:
     from .patch import Patch, Site
@@ -80,9 +80,8 @@ class ModelHook:
         check_options(call, None, self.patch.config)
         check_mask(call.get("attention_mask"), rows, tokens)
         call["position_ids"] = self._carried(call.get("position_ids"), layout, rows, tokens)
-        labels = call.get("labels")
-        if not self.base and isinstance(labels, torch.Tensor):
-            call["labels"] = labels_without_first(labels, layout.cu_seqlens)
+        if not self.base and self.patch.shifts_labels:
+            mask_labels(call, layout)
         call["use_cache"] = False
         if self.outer:
             return (), call
@@ -120,6 +119,8 @@ class ModelHook:
                 f"{quote(list(run.layout.lengths))}). Give it one example a row, padded; only "
                 "per-token heads can take packed rows."
             )
+        if not self.base and not self.outer:
+            check_head(module)
         self._adjust(call, run)
         return (), call
 
@@ -134,7 +135,7 @@ class ModelHook:
         if is_compiling():
             run = self.patch.traced
             seen = run is not None and run.positions is position_ids
-            if seen or not isinstance(call.get("labels"), torch.Tensor):
+            if seen or not has_labels(call):
                 return args, kwargs
             return self(module, args, kwargs) or (args, kwargs)
         seen = just_read(position_ids, mask, forget=False)
@@ -143,6 +144,14 @@ class ModelHook:
         if seen:
             return args, kwargs
         return self._decide(module, args, kwargs) or (args, kwargs)
+
+    def check_arrival(self, module: torch.nn.Module, kwargs: Mapping[str, Any]) -> None:
+        """After a head's forward: what it was given of a packed call came to the base model."""
+        position_ids = kwargs.get("position_ids")
+        if isinstance(position_ids, torch.Tensor):
+            run = self.patch.runs.bound(position_ids, self.patch)
+            if run is not None and not run.done:
+                raise positions_kept(module)
 
     def _still_whole(self, *, unseen: bool) -> None:
         """Nobody replaced what apply relies on; ``unseen`` if no head saw this call before."""
@@ -320,13 +329,8 @@ class ModelHook:
             self._drop_mask(call)
         elif isinstance(mask, torch.Tensor):
             call["attention_mask"] = (mask != 0).to(mask.dtype)
-        labels = call.get("labels")
-        if not self.base and isinstance(labels, torch.Tensor):
-            check_labels(labels, *call["position_ids"].shape)
-            if isinstance(run.layout, PackedLayout):
-                call["labels"] = without_first(labels, run.layout)
-            elif labels.numel() == run.layout.tokens:
-                call["labels"] = labels_without_first(labels, run.layout.cu_seqlens)
+        if not self.base and self.patch.shifts_labels:
+            mask_labels(call, run.layout)
 
     def _drop_mask(self, call: dict[str, Any]) -> None:
         call["attention_mask"] = None

@@ -16,7 +16,7 @@ from . import compat
 from .boundaries import Boundaries, read_boundaries
 from .errors import PackingError
 from .layout import PackedLayout
-from .tensors import as_tensor, describe, is_mask, quote, upload
+from .tensors import as_tensor, describe, is_mask, quote
 from .varlen import VarlenLayout
 
 VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -207,16 +207,6 @@ def explicit(
     if mask is not None:
         padding = [bool(p) for p in (mask.reshape(-1)[torch.tensor(layout.starts)] == 0).tolist()]
     return Boundaries(list(layout.lengths), padding)
-
-
-def without_first(labels: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
-    """A copy in which no example's first token is a target: it would be predicted from another."""
-    if labels.numel() != layout.tokens:
-        return labels
-    starts = upload(torch.tensor(layout.starts), labels.device)
-    flat = labels.reshape(-1).clone()
-    flat.index_fill_(0, starts, -100)
-    return flat.view(labels.shape)
 
 
 def from_generate(call: Mapping[str, Any], varlen: Mapping[str, Any], release: Version) -> bool:

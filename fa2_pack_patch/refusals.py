@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any, Optional
 
@@ -31,7 +32,7 @@ def check_inputs(call: Mapping[str, Any]) -> None:
             )
 
 
-def check_labels(labels: torch.Tensor, rows: int, tokens: int) -> None:
+def check_labels(labels: torch.Tensor, rows: int, tokens: int, name: str = "labels") -> None:
     """Refuse labels of as many tokens whose first ones could not be told, or not be left out.
 
     Raises:
@@ -42,9 +43,30 @@ def check_labels(labels: torch.Tensor, rows: int, tokens: int) -> None:
     elsewhere = labels.dim() > 1 and labels.shape[-1] != tokens
     if elsewhere or labels.dtype not in _LABELS or labels.layout != torch.strided:
         raise PackingError(
-            f"packed rows take labels of integers of shape ({rows}, {tokens}), got "
+            f"packed rows take {name} of integers of shape ({rows}, {tokens}), got "
             f"{describe(labels)}."
         )
+
+
+def check_head(module: torch.nn.Module) -> None:
+    """Refuse a model with a head whose forward knows no position_ids.
+
+    Raises:
+        PackingError: names its class.
+    """
+    parameters = inspect.signature(type(module).forward).parameters
+    rest = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    if "position_ids" not in parameters and not rest:
+        raise positions_kept(module)
+
+
+def positions_kept(module: torch.nn.Module) -> PackingError:
+    """What a packed call of a head raises that does not hand position_ids on."""
+    return PackingError(
+        f"{type(module).__name__}.forward does not hand position_ids on to its base model in this "
+        "release, so packed rows would mix examples. Give it one example a row, padded; or call "
+        "its base model, and put a head of your own on what that gives."
+    )
 
 
 def check_mask(mask: Any, rows: int, tokens: int) -> None:

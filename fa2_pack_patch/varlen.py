@@ -66,14 +66,6 @@ def _on(cu_seqlens: torch.Tensor, layout: VarlenLayout) -> VarlenLayout:
     return VarlenLayout(cu_seqlens, layout.max_seqlen, layout.tokens)
 
 
-def labels_without_first(labels: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
-    """A copy of ``(rows, tokens)`` labels in which no example's first token is a target."""
-    flat = labels.reshape(-1)
-    # An example of no tokens starts behind the last one: one element more, cut off again.
-    longer = torch.cat([flat, flat.new_zeros(1)])
-    return longer.index_fill(0, cu_seqlens[:-1].to(torch.int64), -100)[:-1].view(labels.shape)
-
-
 #: What a kernel is given.
 Layout = Union[PackedLayout, VarlenLayout]
 

@@ -26,7 +26,7 @@ from tests.matrix.cells import (
     same,
     separate_gradients,
 )
-from tests.matrix.kinds import KINDS, TWO, Call, Kind, _positions
+from tests.matrix.kinds import KINDS, TWO, Call, Kind, _positions, _varlen
 
 Build = Callable[..., torch.nn.Module]
 LIMIT = 2e-4
@@ -257,6 +257,86 @@ def test_the_first_label_of_an_example_is_no_target(build: Build) -> None:
         count += len(e.tokens) - 1
     assert loss.item() == pytest.approx(total / count, abs=LIMIT)
     assert torch.equal(given, ids)
+
+
+def own_losses(model: Any, call: Call) -> float:
+    """The mean loss of all examples' targets, each example by itself."""
+    total, count = 0.0, 0
+    for e in call.examples:
+        ids = e.tokens[None]
+        shifted = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
+        if len(e.tokens) > 1:
+            given = {"labels": ids, "shift_labels": shifted, "use_cache": False}
+            loss = model(input_ids=ids, position_ids=e.positions[None], **given).loss
+            total += loss.item() * (len(e.tokens) - 1)
+            count += len(e.tokens) - 1
+    return total / count
+
+
+@pytest.mark.skipif(Version("4.51") > RELEASE, reason="no loss that takes shift_labels")
+@pytest.mark.parametrize("kind", ["positions", "varlen"])
+def test_a_shifted_label_of_another_example_is_no_target(build: Build, kind: str) -> None:
+    """Trainers that split sequences hand labels over where they are predicted."""
+    model, alone = build(), build()
+    fpp.apply(model)
+    call = _positions(TWO) if kind == "positions" else _varlen(TWO)
+    ids = call.kwargs["input_ids"]
+    shifted = ids.roll(-1, 1)  # a row's last token is given a target, too
+    given = shifted.clone()
+    loss = model(**call.kwargs, labels=ids, shift_labels=given).loss
+    assert loss.item() == pytest.approx(own_losses(alone, call), abs=LIMIT)
+    assert torch.equal(given, shifted)
+    with pytest.raises(fpp.PackingError, match=r"shift_labels of integers of shape \(2, 20\)"):
+        model(**call.kwargs, labels=ids, shift_labels=given.float())
+
+
+def token_heads(*families: str) -> list[tuple[str, str]]:
+    names = {f: f"{models.FAMILIES[f].causal[:-11]}ForTokenClassification" for f in families}
+    return [(f, name) for f, name in names.items() if hasattr(transformers, name)]
+
+
+def token_head(build: Build, family: str, name: str) -> Any:
+    config = build(family, "eager").config
+    config.num_labels = 5
+    return getattr(transformers, name)(config).eval()
+
+
+@pytest.mark.parametrize(("family", "name"), token_heads("llama", "mistral", "qwen2"))
+def test_a_class_for_every_token(build: Build, family: str, name: str) -> None:
+    """Its labels are no next tokens: the first of an example is one like the others."""
+    model = token_head(build, family, name)
+    call = _positions(TWO)
+    total = 0.0
+    for e in call.examples:
+        ids = e.tokens[None]
+        loss = model(input_ids=ids, position_ids=e.positions[None], labels=ids % 5).loss
+        total += loss.item() * len(e.tokens)
+    fpp.apply(model)
+    got = model(**call.kwargs, labels=call.kwargs["input_ids"] % 5)
+    assert got.loss.item() == pytest.approx(total / 40, abs=LIMIT)
+
+
+@pytest.mark.parametrize(("family", "name"), token_heads("falcon", "phi", "phi3"))
+def test_a_head_that_keeps_the_positions_to_itself(build: Build, family: str, name: str) -> None:
+    """Falcon's does to this day, Phi's until 4.47; some take them and say nothing."""
+    model, stock = token_head(build, family, name), token_head(build, family, name)
+    stock.load_state_dict(model.state_dict())
+    plain = {"input_ids": torch.arange(3, 9)[None]}
+    fpp.apply(model)
+    assert torch.equal(model(**plain).logits, stock(**plain).logits)
+    segments = next(k for k in KINDS if k.name == "segments").make(model)
+    for call in (_positions(TWO), segments):
+        if family != "falcon" and Version("4.48") <= RELEASE:
+            logits = model(**call.kwargs).logits
+            e = call.examples[1]
+            alone = stock(input_ids=e.tokens[None], position_ids=e.positions[None]).logits[0]
+            got = logits[e.row, e.start : e.start + len(e.tokens)]
+            assert torch.allclose(got, alone, atol=LIMIT)
+        else:
+            with pytest.raises(
+                fpp.PackingError, match=f"{name}.forward does not hand position_ids"
+            ):
+                model(**call.kwargs)
 
 
 def test_positional_arguments(build: Build, packed: Call) -> None:
