@@ -14,6 +14,7 @@ from .errors import PackingError
 from .forwards import HeadForward, in_place, owner_of
 from .graphs import UNREAD, UNREAD_ROPE, eagerly
 from .layout import PackedLayout
+from .prompts import check_prompts, may_be_prompted
 from .reading import (
     VARLEN,
     by_name,
@@ -62,7 +63,8 @@ class ModelHook:
         if is_compiling():
             call = by_name(module, args, kwargs)
             why = UNREAD if self.patch.rope is None else UNREAD_ROPE
-            if why is UNREAD and self.pooled is None and handed_over(call):
+            known = handed_over(call) and not may_be_prompted(call)
+            if why is UNREAD and self.pooled is None and known:
                 return self._trace(call)
             run = self.patch.traced
             if self.base and run is not None and run.positions is call.get("position_ids"):
@@ -107,6 +109,8 @@ class ModelHook:
             )
         call = by_name(module, args, kwargs)
         self.patch.traced = None  # of a compiled call that did not end
+        if not self.outer:
+            check_prompts(module, call)
         given = call.get("position_ids")
         run = self._run(call)
         if run is None:

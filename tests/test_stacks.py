@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import itertools
 import os
 import sys
 import types
@@ -549,6 +550,72 @@ def test_prompt_learning_is_refused(build: Build, kind: str) -> None:
     fpp.apply(patched)
     with pytest.raises(fpp.UnsupportedModelError, match="prompt learning"):
         fpp.apply(prompted(patched, kind))
+
+
+class Around(torch.nn.Module):
+    """As DistributedDataParallel and others hand a call on."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("kind", "around"),
+    [*itertools.product(PROMPTS, ["nothing", "wrapper", "fp32-outputs"]), (PROMPTS[1], "compiled")],
+)
+def test_prompt_learning_after_apply_is_refused_by_packed_calls(
+    build: Build, kind: str, around: str
+) -> None:
+    """PEFT drops position_ids there, and only warns; its other calls are left alone."""
+    patched, alone = build(num_key_value_heads=4), build(num_key_value_heads=4)
+    fpp.apply(patched)
+    wrap: dict[str, Wrap] = {
+        "nothing": lambda model: model,
+        "wrapper": Around,
+        "fp32-outputs": fp32_outputs,
+        "compiled": lambda model: torch.compile(model, backend="eager"),
+    }
+    torch._dynamo.reset()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        stock = prompted(alone, kind)
+        torch.manual_seed(3)
+        prompting = prompted(patched, kind)
+    model = wrap[around](prompting)
+    says = rf"lengths \[4, 9, 7, 11, 1, 8\].*{stock.active_peft_config.peft_type.value}.*LoRA"
+    call = _positions(TWO).kwargs
+    del call["use_cache"]
+    with torch.no_grad():
+        for given in (call, {**call, "attention_mask": torch.ones(2, 20, dtype=torch.long)}):
+            with pytest.raises(fpp.PackingError, match=says):
+                model(**given)
+        segments = torch.tensor([[1, 1, 2, 2, 2]])
+        with pytest.raises(fpp.PackingError, match=r"lengths \[2, 3\]"):
+            model(input_ids=torch.arange(3, 8)[None], attention_mask=segments)
+        with pytest.raises(fpp.PackingError, match="cu_seq_lens_q"):
+            model(**_varlen(TWO).kwargs)
+        for given in right_calls():
+            assert torch.equal(model(**given).logits, stock(**given).logits)
+    ids = torch.arange(3, 8)[None]
+    options = {"input_ids": ids, "max_new_tokens": 3, "attention_mask": torch.ones_like(ids)}
+    assert torch.equal(prompting.generate(**options), stock.generate(**options))
+
+
+def right_calls() -> list[dict[str, torch.Tensor]]:
+    """One example a row, with and without what tells so."""
+    ids = torch.tensor([[5, 6, 7, 8, 9], [7, 8, 9, 0, 0]])
+    mask = (ids != 0).long()
+    return [
+        {"input_ids": ids},
+        {"input_ids": ids, "attention_mask": mask},
+        {"input_ids": ids, "attention_mask": mask, "position_ids": torch.arange(5)[None]},
+        {"input_ids": ids[:1], "position_ids": torch.arange(5)[None]},
+        {"input_ids": ids, "labels": ids, "position_ids": torch.arange(5).expand(2, 5)},
+    ]
 
 
 def test_data_parallel_is_refused(build: Build) -> None:

@@ -1,0 +1,103 @@
+"""PEFT's prompt learning put around a patched model: its caller's boundaries do not come through.
+
+PEFT leaves out ``position_ids`` and says so in a warning alone; what its caller gave is still in
+the frames of that call, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from types import FrameType
+from typing import Any, Optional
+
+import torch
+
+from .boundaries import read_boundaries
+from .errors import PackingError
+from .reading import VARLEN, by_name, cache_of, fits, readable, to_host
+from .tensors import check_position_ids, quote
+
+
+def may_be_prompted(call: Mapping[str, Any]) -> bool:
+    """Whether a call is such as prompt learning makes: embeddings, or a cache, and PEFT is here."""
+    return "peft" in sys.modules and (
+        call.get("inputs_embeds") is not None or cache_of(call) is not None
+    )
+
+
+def check_prompts(module: torch.nn.Module, call: Mapping[str, Any]) -> None:
+    """Refuse a packed batch of which PEFT's prompt learning made this call.
+
+    Args:
+        module: the patched model that is called.
+        call: its arguments: embeddings with virtual tokens before them, or a cache of these.
+
+    Raises:
+        PackingError: names the kind of prompt learning.
+    """
+    if not may_be_prompted(call):
+        return
+    frame = _prompting(module, sys._getframe(1))
+    if frame is None:
+        return
+    wrapper = frame.f_locals["self"]
+    packed = _packed(_given(wrapper, frame))
+    if packed is None:
+        return
+    kind = wrapper.active_peft_config.peft_type
+    raise PackingError(
+        f"this call packs several examples into its rows ({packed}), but PEFT's "
+        f"{getattr(kind, 'value', kind)} is around the model and puts its virtual tokens before "
+        "each row, not each example. Give it one example a row, padded; or use LoRA or another "
+        "adapter for packed rows."
+    )
+
+
+def _prompting(module: torch.nn.Module, frame: Optional[FrameType]) -> Optional[FrameType]:
+    """The frame of a PEFT model's forward with prompt learning that is calling ``module``."""
+    while frame is not None:
+        if frame.f_code.co_name == "forward" and _of_peft(frame):
+            wrapper = frame.f_locals.get("self")
+            config = getattr(wrapper, "active_peft_config", None)
+            if getattr(config, "is_prompt_learning", False):
+                assert isinstance(wrapper, torch.nn.Module)
+                if any(inner is module for inner in wrapper.modules()):
+                    return frame
+        frame = frame.f_back
+    return None
+
+
+def _of_peft(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).startswith("peft.")
+
+
+def _given(wrapper: torch.nn.Module, frame: FrameType) -> dict[str, Any]:
+    """What the PEFT model was called with; of a bare ``forward`` only what it still holds."""
+    outer = frame.f_back
+    while outer is not None:
+        own = outer.f_locals if outer.f_code.co_name == "_wrapped_call_impl" else {}
+        if own.get("self") is wrapper:
+            return by_name(wrapper, own["args"], own["kwargs"])
+        outer = outer.f_back
+    return dict(frame.f_locals.get("kwargs", {}))
+
+
+def _packed(given: Mapping[str, Any]) -> Optional[str]:
+    """How a call tells that it is packed, in words; None when it is not."""
+    for name in VARLEN:
+        if given.get(name) is not None:
+            return f"{name} {quote(given[name])}"
+    ids, mask = given.get("position_ids"), given.get("attention_mask")
+    shaped = mask if ids is None else ids
+    if not isinstance(shaped, torch.Tensor) or shaped.is_meta or shaped.dim() not in (1, 2):
+        return None
+    ids = None if ids is None else check_position_ids(ids)
+    rows, tokens = shaped.shape if ids is None else ids.shape
+    if isinstance(mask, torch.Tensor) and mask.dim() == 2:
+        rows = mask.shape[0]
+    if ids is not None and ids.shape[0] == 1:
+        ids = ids.expand(rows, tokens)
+    host_ids, host_mask, _ = to_host(ids, mask if fits(mask, rows, tokens) else None, {})
+    found = read_boundaries(host_ids, host_mask) if readable(host_ids, host_mask) else None
+    return None if found is None else f"lengths {quote(found.lengths)}"
