@@ -34,7 +34,7 @@ class Size:
         return f"llama-1b/t0/{self.tokens}tok"
 
 
-CELLS = [Size(2048, 48), Size(8192, 160)]
+CELLS = [Size(2048, 32), Size(8192, 64)]
 
 
 def main(options: argparse.Namespace, writer: Writer, deadline: Deadline) -> int:
