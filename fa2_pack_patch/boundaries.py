@@ -44,6 +44,8 @@ def read_boundaries(
         PackingError: a mask of another shape or with negative values, an example interrupted by
             padding, or positions that start anew inside one segment.
     """
+    if position_ids is not None and attention_mask is None:
+        return _read_resets(position_ids, always=always)
     shaped = position_ids if position_ids is not None else attention_mask
     assert shaped is not None
     rows, tokens = shaped.shape
@@ -91,6 +93,17 @@ def read_boundaries(
     firsts = start.flatten().nonzero().flatten()
     ends = torch.cat([firsts, torch.tensor([rows * tokens])])
     return Boundaries(ends.diff().tolist(), (~real).flatten()[firsts].tolist())
+
+
+def _read_resets(position_ids: torch.Tensor, *, always: bool) -> Optional[Boundaries]:
+    """:func:`read_boundaries` where all tokens are real: few operators, in each training step."""
+    start = torch.ones_like(position_ids, dtype=torch.bool)
+    start[:, 1:] = position_ids[:, 1:] <= position_ids[:, :-1]
+    firsts = start.flatten().nonzero().flatten().tolist()
+    if len(firsts) == len(position_ids) and not always:
+        return None
+    ends = [*firsts[1:], position_ids.numel()]
+    return Boundaries([b - a for a, b in zip(firsts, ends)], [False] * len(firsts))
 
 
 def _read_mask(
