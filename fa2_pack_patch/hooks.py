@@ -314,12 +314,12 @@ class ModelHook:
             carried = upload(own.clone(), device)
         else:
             carried = ids.to(device=device, dtype=torch.int64, copy=True).contiguous()
-        flat = positions.reshape(-1)
-        ends = torch.tensor([s + n - 1 for s, n in zip(layout.starts, layout.lengths)])
-        reach = [last + 1 for last in flat[ends].tolist()]  # as int64 the largest would wrap
         if self.patch.rope is not None and not all(layout.padding):
+            ends = torch.tensor([s + n - 1 for s, n in zip(layout.starts, layout.lengths)])
+            # Plus one as Python ints: as int64 the largest would wrap.
+            reach = [last + 1 for last in positions.reshape(-1)[ends].tolist()]
             check_lengths(self.patch.rope, layout, reach)
-        run = Run(layout, positions, max(reach), self.patch)
+        run = Run(layout, positions, int(positions.max()) + 1, self.patch)
         self.patch.runs.bind(carried, run)
         call["position_ids"] = carried
         return run

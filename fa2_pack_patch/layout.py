@@ -24,8 +24,6 @@ from .tensors import (
     upload,
 )
 
-__all__ = ["PackedLayout", "quote", "upload"]
-
 
 @dataclass(frozen=True)
 class PackedLayout:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any, Optional
 
 import torch
@@ -54,10 +55,15 @@ def check_head(module: torch.nn.Module) -> None:
     Raises:
         PackingError: names its class.
     """
-    parameters = inspect.signature(type(module).forward).parameters
-    rest = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    if "position_ids" not in parameters and not rest:
+    if not _takes_positions(type(module).forward):
         raise positions_kept(module)
+
+
+@lru_cache(maxsize=64)
+def _takes_positions(forward: Callable[..., Any]) -> bool:
+    parameters = inspect.signature(forward).parameters
+    rest = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    return "position_ids" in parameters or rest
 
 
 def positions_kept(module: torch.nn.Module) -> PackingError:

@@ -18,7 +18,8 @@ import torch
 
 from .compat import is_compiling, storages_keep_attributes
 from .errors import PackingError
-from .layout import PackedLayout, quote, upload
+from .layout import PackedLayout
+from .tensors import quote, upload
 from .varlen import VarlenLayout
 
 if TYPE_CHECKING:

@@ -8,7 +8,6 @@ import torch
 
 from .layout import PackedLayout
 from .refusals import check_labels
-from .tensors import upload
 from .varlen import Layout
 
 IGNORED = -100
@@ -38,20 +37,18 @@ def mask_labels(call: dict[str, Any], layout: Layout) -> None:
         rows, tokens = call["position_ids"].shape
         check_labels(given, rows, tokens, name=name)
         if given.numel() == layout.tokens:  # else the model's own loss says what is wrong
-            call[name] = _masked(given, _index(layout, given.device, last=name == LABELS[1]))
+            call[name] = _masked(given, layout, last=name == LABELS[1])
 
 
-def _index(layout: Layout, device: torch.device, *, last: bool) -> torch.Tensor:
-    """int64: each example's first or last token in the flattened batch."""
-    if isinstance(layout, PackedLayout):
-        ends = [s + n - 1 for s, n in zip(layout.starts, layout.lengths)] if last else layout.starts
-        return upload(torch.tensor(ends), device)
-    # Read by nobody. Examples of no tokens stand at the end: they start behind the last token.
-    cu = layout.cu_seqlens.to(torch.int64)
-    return (cu[1:] - 1).clamp(0, layout.tokens - 1) if last else cu[:-1]
-
-
-def _masked(labels: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+def _masked(labels: torch.Tensor, layout: Layout, *, last: bool) -> torch.Tensor:
+    """A copy without each example's first token, or its last one."""
+    cu = layout.cu_seqlens.to(device=labels.device, dtype=torch.int64)
     flat = labels.reshape(-1)
-    longer = torch.cat([flat, flat.new_zeros(1)])  # one element for those behind the last token
-    return longer.index_fill(0, index, IGNORED)[:-1].view(labels.shape)
+    if last:
+        index = (cu[1:] - 1).clamp(0, layout.tokens - 1)
+    else:
+        index = cu[:-1]
+        if not isinstance(layout, PackedLayout):
+            # Read by nobody: examples of no tokens, at the end, start behind the last token.
+            flat = torch.cat([flat, flat.new_zeros(1)])
+    return flat.index_fill(0, index, IGNORED)[: layout.tokens].view(labels.shape)
