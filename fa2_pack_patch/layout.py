@@ -6,7 +6,7 @@ Knows nothing of Transformers; what starts an example is said in :mod:`.boundari
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Optional, Union
 
 import torch
@@ -20,6 +20,7 @@ from .tensors import (
     describe,
     holds_integers,
     mask_on_host,
+    of_array,
     quote,
     upload,
 )
@@ -35,6 +36,7 @@ class PackedLayout:
         max_seqlen: the longest example, in tokens, a Python int.
         tokens: all tokens of the batch, padding included.
         padding: for each example whether it is a run of padding and no example of the caller's.
+        rows: rows of the batch that the layout was read from; None where that is not known.
     """
 
     cu_seqlens: torch.Tensor = field(compare=False)  # follows from lengths
@@ -42,6 +44,7 @@ class PackedLayout:
     max_seqlen: int
     tokens: int
     padding: tuple[bool, ...] = ()
+    rows: Optional[int] = field(default=None, compare=False)
     _moved: dict[str, PackedLayout] = field(
         default_factory=dict, repr=False, compare=False, hash=False
     )
@@ -67,6 +70,7 @@ class PackedLayout:
         *,
         device: Union[str, torch.device] = "cpu",
         padding: Optional[Sequence[bool]] = None,
+        rows: Optional[int] = None,
     ) -> PackedLayout:
         """A layout from the tokens of each example, in order; costs no synchronisation.
 
@@ -92,11 +96,15 @@ class PackedLayout:
             )
         cu = torch.zeros(len(counts) + 1, dtype=torch.int32)
         torch.cumsum(torch.tensor(counts, dtype=torch.int32), 0, dtype=torch.int32, out=cu[1:])
-        return cls(upload(cu, torch.device(device)), counts, max(counts), total, flags)
+        return cls(upload(cu, torch.device(device)), counts, max(counts), total, flags, rows)
 
     @classmethod
     def from_cu_seqlens(
-        cls, cu_seqlens: Union[torch.Tensor, Sequence[int]], *, tokens: Optional[int] = None
+        cls,
+        cu_seqlens: Union[torch.Tensor, Sequence[int]],
+        *,
+        tokens: Optional[int] = None,
+        rows: Optional[int] = None,
     ) -> PackedLayout:
         """A layout from cumulative lengths ``(examples + 1,)`` (read on the host).
 
@@ -124,7 +132,7 @@ class PackedLayout:
                 f"cu_seqlens ends at {ends[-1]}, but the batch has {tokens} tokens "
                 f"(rows times tokens a row): {quote(ends)}. Count padding as an example of its own."
             )
-        return cls.from_lengths(lengths, device=given.device)
+        return cls.from_lengths(lengths, device=given.device, rows=rows)
 
     @classmethod
     def from_position_ids(
@@ -145,7 +153,9 @@ class PackedLayout:
         check_tokens("position_ids", host)
         found = read_boundaries(host, mask, always=True)
         assert found is not None
-        return cls.from_lengths(found.lengths, device=ids.device, padding=found.padding)
+        return cls.from_lengths(
+            found.lengths, device=ids.device, padding=found.padding, rows=len(host)
+        )
 
     @classmethod
     def from_segment_ids(cls, segment_ids: torch.Tensor) -> PackedLayout:
@@ -157,7 +167,9 @@ class PackedLayout:
         check_tokens("segment_ids", host)
         found = read_boundaries(None, host, always=True)
         assert found is not None
-        return cls.from_lengths(found.lengths, device=segment_ids.device, padding=found.padding)
+        return cls.from_lengths(
+            found.lengths, device=segment_ids.device, padding=found.padding, rows=len(host)
+        )
 
     def to(self, device: Union[str, torch.device]) -> PackedLayout:
         """The same layout with ``cu_seqlens`` on ``device``; kept, so that layers share it."""
@@ -168,7 +180,7 @@ class PackedLayout:
         key = str(device)
         if key not in self._moved:
             cu = upload(self.cu_seqlens, device)
-            moved = PackedLayout(cu, self.lengths, self.max_seqlen, self.tokens, self.padding)
+            moved = replace(self, cu_seqlens=cu, _moved={})
             self._moved[key] = moved
         return self._moved[key]
 
@@ -203,14 +215,19 @@ class PackedLayout:
         """The layout of a collated batch, by what it holds (one synchronisation on a GPU).
 
         Args:
-            batch: ``cu_seq_lens_q`` (zero-length entries at its end are left out), else
-                ``position_ids``, else a 2-D ``attention_mask``; the mask says what is padding.
+            batch: tensors or numpy arrays: ``cu_seq_lens_q`` (zero-length entries at its end are
+                left out), else ``position_ids``, else a 2-D ``attention_mask``; the mask says what
+                is padding.
 
         Raises:
             PackingError: none of the three, or they contradict each other.
         """
-        cu, ids = batch.get("cu_seq_lens_q"), batch.get("position_ids")
-        mask = batch.get("attention_mask")
+        names = ("input_ids", "position_ids", "labels")
+        given = {
+            name: of_array(name, batch.get(name))
+            for name in (*names, "cu_seq_lens_q", "attention_mask")
+        }
+        cu, ids, mask = given["cu_seq_lens_q"], given["position_ids"], given["attention_mask"]
         if mask is not None and not isinstance(mask, torch.Tensor):
             raise PackingError(
                 f"attention_mask must be a tensor, got a {type(mask).__name__}: {quote(mask)}."
@@ -224,9 +241,10 @@ class PackedLayout:
                 "a batch needs cu_seq_lens_q, position_ids or a 2-D attention_mask to tell its "
                 f"examples apart, got the keys {quote(sorted(batch))}."
             )
-        names = ("input_ids", "position_ids", "labels")
-        shaped = next((batch[name] for name in names if batch.get(name) is not None), None)
-        layout = cls.from_cu_seqlens(cu, tokens=None if shaped is None else shaped.numel())
+        shaped = next((given[name] for name in names if given[name] is not None), None)
+        rows = len(shaped) if shaped is not None and shaped.dim() == 2 else None
+        tokens = None if shaped is None else shaped.numel()
+        layout = cls.from_cu_seqlens(cu, tokens=tokens, rows=rows)
         if mask is None:
             return layout
         if mask.numel() != layout.tokens:
@@ -242,7 +260,7 @@ class PackedLayout:
                     f"cu_seq_lens_q {quote(cu)}; count padding as an example of its own."
                 )
         flags = [not bool(part[0]) for part in real]
-        return cls.from_lengths(layout.lengths, device=layout.cu_seqlens.device, padding=flags)
+        return replace(layout, padding=tuple(flags), _moved={})
 
     def gather_last(self, hidden: torch.Tensor) -> torch.Tensor:
         """The last token of each example that is not padding: ``(examples, ...)``.
@@ -307,7 +325,8 @@ class PackedLayout:
 
     def _flat(self, tensor: torch.Tensor) -> torch.Tensor:
         flat = tensor
-        if tensor.dim() > 1 and tensor.shape[0] != self.tokens:
+        of_one_token = self.rows == self.tokens and tensor.shape[1:2] == (1,)
+        if tensor.dim() > 1 and (tensor.shape[0] != self.tokens or of_one_token):
             flat = tensor.flatten(0, 1)
         if tensor.dim() == 0 or flat.shape[0] != self.tokens:
             raise PackingError(

@@ -58,6 +58,12 @@ def as_tensor(name: str, values: Any) -> torch.Tensor:
         ) from None
 
 
+def of_array(name: str, values: Any) -> Any:
+    """A numpy array as a tensor; anything else as it is."""
+    array = hasattr(values, "__array__") and not isinstance(values, torch.Tensor)
+    return as_tensor(name, values) if array else values
+
+
 def check_tokens(name: str, values: torch.Tensor) -> None:
     if values.dim() != 2 or not values.numel():
         raise PackingError(

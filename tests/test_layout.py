@@ -150,6 +150,29 @@ def test_split_round_trip() -> None:
         layout.split(torch.arange(5))
 
 
+def test_rows_of_one_token_are_rows() -> None:
+    """Of a layout that was read from a batch it is known what the first two dimensions are."""
+    ids = torch.zeros(4, 1, dtype=torch.int64)
+    hidden = torch.arange(12.0).view(4, 1, 3)
+    cu = torch.arange(5, dtype=torch.int32)
+    for layout in (
+        PackedLayout.from_position_ids(ids),
+        PackedLayout.from_segment_ids(ids + 1),
+        PackedLayout.from_batch({"input_ids": ids, "cu_seq_lens_q": cu}),
+        PackedLayout.from_lengths([1] * 4, rows=4),
+        PackedLayout.from_position_ids(ids).to("cpu"),
+        PackedLayout.from_position_ids(ids).to("meta"),
+    ):
+        for given in (hidden, hidden[:, 0]):
+            assert [part.shape for part in layout.split(given)] == [(1, 3)] * 4
+            assert torch.equal(layout.gather_last(given), hidden[:, 0])
+            assert layout.pad(given)[0].shape == (4, 1, 3)
+    single = PackedLayout.from_position_ids(torch.zeros(1, 1, dtype=torch.int64))
+    assert single.split(hidden[:1])[0].shape == (1, 3)
+    heads = PackedLayout.from_position_ids(torch.zeros(1, 4, dtype=torch.int64))
+    assert heads.split(hidden)[0].shape == (1, 1, 3)  # four tokens of one head each
+
+
 def test_mask_is_block_causal() -> None:
     expected = torch.tensor([[1, 0, 0], [0, 1, 0], [0, 1, 1]], dtype=torch.bool)
     assert torch.equal(PackedLayout.from_lengths([1, 2]).mask(), expected)

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from fa2_pack_patch import PackedLayout, PackingError
+from fa2_pack_patch.data import DataCollatorWithFlattening
 from fa2_pack_patch.data.metrics import (
     effective_batch,
     examples_metrics,
@@ -264,10 +265,40 @@ def test_effective_batch_counts_real_targets(layout: PackedLayout, labels: torch
     assert found.computed == (32, 6) and found.padded == (48, 6)
 
 
+def padding(tokens: int) -> dict[str, torch.Tensor]:
+    """A batch without an example, as some processes get at the end of an epoch."""
+    none = torch.zeros(1, tokens, dtype=torch.int64)
+    return {"position_ids": none, "attention_mask": none, "labels": none - 100}
+
+
+def test_a_batch_of_padding_alone_has_no_examples() -> None:
+    found = effective_batch([[3, 5], padding(8), padding(4)])
+    assert found.examples == (2, 0, 0) and found.targets == (6, 0, 0)
+    assert found.computed == (8, 8, 4) and found.padded == (10, 0, 0)
+    assert found.largest_share == pytest.approx(4 / 6 * 2)
+    assert "examples a step: 0.7 (0 to 2)" in str(found)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"return_flash_attn_kwargs": True, "tokens": 16, "max_examples": 4}]
+)
+def test_numpy_batches_count_as_tensors_do(options: dict[str, Any]) -> None:
+    features = [{"input_ids": list(range(2, 2 + n))} for n in (4, 1, 7)]
+    tensors = DataCollatorWithFlattening(**options)(features)
+    arrays = DataCollatorWithFlattening(**options, return_tensors="np")(features)
+    assert not any(isinstance(value, torch.Tensor) for value in arrays.values())
+    layout = PackedLayout.from_batch(arrays)
+    assert layout == PackedLayout.from_batch(tensors)
+    assert effective_batch([arrays]) == effective_batch([tensors])
+    counts = token_counts(arrays["labels"], layout)
+    assert counts.tokens.tolist() == [4, 1, 7] and counts.targets.tolist() == [3, 0, 6]
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         ({"batches": []}, "no batches"),
+        ({"batches": [padding(8), padding(4)]}, r"no example in any of the 2 batches.*\[8, 4\]"),
         ({"batches": [3, 4]}, r"plain lengths \(\[3, 4\]\) need per_device_batch_size"),
         ({"batches": [[3]], "per_device_batch_size": 2}, "goes with plain lengths only"),
         ({"batches": [[3]], "world_size": 0}, "world_size must be at least 1, got 0"),

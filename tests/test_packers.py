@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -175,7 +176,25 @@ def test_nothing_makes_no_bins() -> None:
         ([3, 0, 2], 10, {}, PackingError, r"examples \[1\] have \[0\] tokens"),
         ([3, -4], 10, {}, PackingError, r"\[-4\] tokens"),
         ([3.0, 4.5], 10, {}, PackingError, r"float64 of shape \(2,\): \[3.0, 4.5\]"),
-        ([[3, 4]], 10, {}, PackingError, r"shape \(1, 2\)"),
+        (
+            [[3, 4]],
+            10,
+            {},
+            PackingError,
+            r"a list that starts with a list: \[3, 4\]; .*len\(ids\)",
+        ),
+        ([[3, 4], [5]], 10, {}, PackingError, r"starts with a list: \[3, 4\]; .*len\(ids\)"),
+        ([torch.arange(3), [5]], 10, {}, PackingError, r"a Tensor: \[0, 1, 2\]; .*len\(ids\)"),
+        (
+            [None, 4],
+            10,
+            {},
+            PackingError,
+            "list or array of one integer for each example, got a list;",
+        ),
+        (None, 10, {}, PackingError, "got a NoneType"),
+        (np.ones((2, 3), int), 10, {}, PackingError, r"got a ndarray of shape \(2, 3\)"),
+        (iter([3, 4]), 10, {}, PackingError, "got a list_iterator"),
         ([True, True], 10, {}, PackingError, "bool"),
         ([3], 0, {}, ValueError, "capacity must be a positive integer, got 0"),
         ([3], 2.5, {}, ValueError, r"got 2\.5"),

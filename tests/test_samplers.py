@@ -80,6 +80,21 @@ def test_an_epoch_follows_from_the_seed() -> None:
     assert list(one) != list(other)
 
 
+def test_a_look_at_the_batches_is_no_pass() -> None:
+    """A process that looks at its batches alone must not go on to another epoch than the others."""
+    ranks = [distributed(rank) for rank in range(3)]
+    looked = ranks[1].batches()
+    state = ranks[1].state_dict()
+    assert ranks[1].epoch == 0 and ranks[1].batches() == looked
+    assert (state["epoch"], state["batch"]) == (0, 0)
+    passes = [list(rank) for rank in ranks]
+    assert passes[1] == looked
+    assert everyone([batch for mine in passes for batch in mine])
+    started = iter(ranks[1])
+    first = next(started)
+    assert ranks[1].batches()[0] == first and ranks[1].state_dict()["batch"] == 1
+
+
 def test_without_shuffling_all_epochs_are_one() -> None:
     sampler = PackedBatchSampler(LENGTHS, CAPACITY, shuffle=False, strategy="next_fit")
     first = list(sampler)

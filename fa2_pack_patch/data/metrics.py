@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from ..errors import PackingError
 from ..layout import PackedLayout
-from ..tensors import quote, upload
+from ..tensors import of_array, quote, upload
 from .evaluation import ExamplesMetrics, examples_metrics
 
 __all__ = [
@@ -113,6 +113,7 @@ def token_counts(labels: torch.Tensor, layout: PackedLayout) -> TokenCounts:
     Raises:
         PackingError: labels that do not fit the layout.
     """
+    labels = of_array("labels", labels)
     if labels.numel() != layout.tokens:
         raise PackingError(
             f"labels of shape {tuple(labels.shape)} do not fit a layout of {layout.tokens} tokens."
@@ -120,7 +121,9 @@ def token_counts(labels: torch.Tensor, layout: PackedLayout) -> TokenCounts:
     target, owner, examples = _targets(labels, layout)
     lengths = [n for n, pad in zip(layout.lengths, _flags(layout)) if not pad]
     targets = torch.bincount(owner[target != IGNORED], minlength=examples)
-    return TokenCounts(torch.tensor(lengths), targets, layout.tokens - sum(lengths))
+    return TokenCounts(
+        torch.tensor(lengths, dtype=torch.int64), targets, layout.tokens - sum(lengths)
+    )
 
 
 def _flags(layout: PackedLayout) -> Sequence[bool]:
@@ -196,14 +199,15 @@ def effective_batch(
     Args:
         batches: either the lengths of all examples in order, which ``per_device_batch_size`` cuts
             into micro-batches; or the micro-batches themselves, each a list of lengths, a layout,
-            or a collated batch. Real targets are counted from a collated batch's labels; lengths
-            and layouts count all tokens of an example but its first.
+            or a collated batch of tensors or arrays. Real targets are counted from a collated
+            batch's labels; lengths and layouts count all tokens of an example but its first.
         per_device_batch_size: examples of a micro-batch; only with plain lengths.
         gradient_accumulation_steps: micro-batches of one process in an optimizer step.
         world_size: processes; they take the micro-batches in turn.
 
     Raises:
-        PackingError: no batches, a factor below 1, or plain lengths without a batch size.
+        PackingError: no batches, none but padding, a factor below 1, or plain lengths without a
+            batch size.
     """
     factors = {
         "per_device_batch_size": per_device_batch_size,
@@ -230,19 +234,24 @@ def effective_batch(
             "micro-batches, which have a size of their own; leave it out."
         )
     micro = [_count(item) for item in items]
+    if not any(m.tokens for m in micro):
+        raise PackingError(
+            f"there is no example in any of the {len(micro)} batches, only padding "
+            f"({quote([m.computed for m in micro])} tokens); is their attention_mask right?"
+        )
     width = gradient_accumulation_steps * world_size
     groups = [micro[at : at + width] for at in range(0, len(micro), width)]
     shares = []
     for group in groups:
         targets = [t for m in group for t in m.targets]
-        shares.append(max(targets) / max(sum(targets), 1) * len(targets))
+        shares.append(max(targets, default=0) / max(sum(targets), 1) * len(targets))
     return EffectiveBatch(
         steps=len(groups),
         examples=tuple(sum(len(m.tokens) for m in g) for g in groups),
         tokens=tuple(sum(sum(m.tokens) for m in g) for g in groups),
         targets=tuple(sum(sum(m.targets) for m in g) for g in groups),
         computed=tuple(sum(m.computed for m in g) for g in groups),
-        padded=tuple(sum(len(m.tokens) * max(m.tokens) for m in g) for g in groups),
+        padded=tuple(sum(len(m.tokens) * max(m.tokens, default=0) for m in g) for g in groups),
         largest_share=max(shares),
     )
 

@@ -156,7 +156,16 @@ def pack_arrays(
 
 def check_lengths(lengths: Lengths) -> Ints:
     """The lengths as int64; refuses what is no positive integer."""
-    given = np.asarray(lengths)
+    try:
+        given = np.asarray(lengths)
+    except ValueError:  # lists of several lengths
+        given = np.empty(0, dtype=object)
+    if given.dtype == object or given.ndim > 1:
+        raise PackingError(
+            "lengths must be a list or array of one integer for each example, got a "
+            f"{type(lengths).__name__}{_first(lengths)}; of a column of token ids, give "
+            "[len(ids) for ids in column]."
+        )
     if given.size == 0:
         return np.zeros(0, dtype=np.int64)
     if given.ndim != 1 or given.dtype.kind not in "iu":
@@ -172,6 +181,14 @@ def check_lengths(lengths: Lengths) -> Ints:
             f"{quote(sizes[bad].tolist())} tokens; leave out empty examples."
         )
     return sizes
+
+
+def _first(values: Any) -> str:
+    """The shape of an array, or the first of other values, in words."""
+    if hasattr(values, "shape"):
+        return f" of shape {tuple(values.shape)}"
+    first = values[0] if isinstance(values, Sequence) and values else None
+    return "" if first is None else f" that starts with a {type(first).__name__}: {quote(first)}"
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:

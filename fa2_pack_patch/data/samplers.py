@@ -21,7 +21,8 @@ class PackedBatchSampler(Sampler):  # type: ignore[type-arg]
 
     For ``DataLoader(dataset, batch_sampler=..., collate_fn=DataCollatorWithFlattening())``: each
     batch is one packed row. Every epoch sees every example once, packed anew from another
-    permutation; ``set_epoch`` chooses the epoch, and without it each full pass goes on to the next.
+    permutation; ``set_epoch`` chooses the epoch, and without it each full pass goes on to the next
+    (``list(sampler)`` is one; to look at an epoch without taking it, there is :meth:`batches`).
 
     For accelerate's ``prepare`` (which gives process ``r`` of ``n`` every n-th batch), pass
     ``multiple_of=accelerator.num_processes``: then nothing is repeated, and the batches of a step
@@ -130,6 +131,10 @@ class PackedBatchSampler(Sampler):  # type: ignore[type-arg]
             yield batches[number].tolist()
         if self.epoch == epoch:
             self.epoch, self._given, self._ended = epoch + 1, 0, epoch
+
+    def batches(self) -> list[list[int]]:
+        """All of this process's batches of this epoch, to look at: the next pass stays as it is."""
+        return [held.tolist() for held in self._mine()]
 
     @property
     def density(self) -> float:
