@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from . import plots, tables
-from .results import FOLDER, Results, Section, load, smoke
+from .results import AGAIN, FOLDER, Results, Section, load, smoke
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 START, END = "<!-- results: python -m benchmarks.speed.render --write -->", "<!-- /results -->"
@@ -55,8 +55,8 @@ _PARTS: dict[str, tuple[str, str, Callable[[Section], str]]] = {
 }  # fmt: skip
 
 
-def markdown(results: Results) -> str:
-    """Everything as text: machines, bars, and a table a section."""
+def markdown(results: Results, again: Results | None = None) -> str:
+    """Everything as text: machines, bars, a table a section, and the bars of another run."""
     parts = []
     if smoke(results):
         parts.append("**Some rows are of a `--smoke` run on a CPU: no measurement.**")
@@ -64,6 +64,8 @@ def markdown(results: Results) -> str:
     for name, (title, note, draw) in _PARTS.items():
         if name in results and results[name].rows:
             parts.append(f"## {title}\n\n{note}\n\n{draw(results[name])}")
+    if again:
+        parts.append("## Measured again\n\n" + tables.bars(again, measured=True))
     return "\n\n".join(parts)
 
 
@@ -102,7 +104,7 @@ def main(arguments: list[str]) -> int:
     if not results:
         print(f"no results in {options.results}", file=sys.stderr)
         return 1
-    text = markdown(results)
+    text = markdown(results, load(options.results / AGAIN))
     path = options.docs / "speed.md"
     page = path.read_text(encoding="utf-8") if path.exists() else _PAGE
     if options.check:

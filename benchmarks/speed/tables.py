@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .bars import judge
+from .bars import UNKNOWN, judge
 from .profile import BAR_US
 from .results import Results, Row, Section, ratio
 
@@ -211,9 +211,10 @@ def profile(section: Section) -> str:
     )
 
 
-def bars(results: Results) -> str:
-    """Every promise with its verdict."""
+def bars(results: Results, *, measured: bool = False) -> str:
+    """Every promise with its verdict; ``measured`` leaves out those without a result."""
+    found = [b for b in judge(results) if b.verdict != UNKNOWN or not measured]
     return table(
         ["promise", "bar", "measured", "verdict"],
-        [[b.what, b.bar, b.found, b.verdict] for b in judge(results)],
+        [[b.what, b.bar, b.found, b.verdict] for b in found],
     )
