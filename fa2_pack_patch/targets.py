@@ -8,6 +8,7 @@ import torch
 
 from .layout import PackedLayout
 from .refusals import check_labels
+from .tensors import upload
 from .varlen import Layout
 
 IGNORED = -100
@@ -42,7 +43,10 @@ def mask_labels(call: dict[str, Any], layout: Layout) -> None:
 
 def _masked(labels: torch.Tensor, layout: Layout, *, last: bool) -> torch.Tensor:
     """A copy without each example's first token, or its last one."""
-    cu = layout.cu_seqlens.to(device=labels.device, dtype=torch.int64)
+    cu = layout.cu_seqlens
+    if cu.device != labels.device and isinstance(layout, PackedLayout):
+        cu = upload(torch.tensor([*layout.starts, layout.tokens]), labels.device)
+    cu = cu.to(device=labels.device, dtype=torch.int64)
     flat = labels.reshape(-1)
     if last:
         index = (cu[1:] - 1).clamp(0, layout.tokens - 1)
