@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 import fa2_pack_patch
-from fa2_pack_patch.plots import draw_maps
+from fa2_pack_patch.plots import foreign_share, leak_maps
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 Example = dict[str, list[int]]
@@ -69,28 +69,6 @@ def true_loss(model: torch.nn.Module, examples: list[Example]) -> float:
         total += model(**batch).loss.item() * targets
         count += targets
     return total / count
-
-
-def influence(model: torch.nn.Module, examples: list[Example], length: int = 12) -> torch.Tensor:
-    """Which token changes which: ``(tokens, tokens)``, row = output token, column = input token."""
-    cut = [{"prompt": e["prompt"][:length], "completion": []} for e in examples[:3]]
-    batch = packed_batch(cut)
-    batch.pop("labels")
-    ids = batch.pop("input_ids")
-    embeds = model.get_input_embeddings()(ids).detach().requires_grad_()
-    logits = model(inputs_embeds=embeds, **batch).logits[0].float()
-    rows = []
-    for place in range(logits.shape[0]):
-        (gradient,) = torch.autograd.grad(logits[place].square().sum(), embeds, retain_graph=True)
-        rows.append(gradient[0].float().norm(dim=-1))
-    return torch.stack(rows).cpu()
-
-
-def foreign(matrix: torch.Tensor) -> float:
-    """The share of influence that comes from another example."""
-    third = matrix.shape[0] // 3
-    own = torch.block_diag(*[torch.ones(third, third)] * 3)
-    return (matrix * (1 - own)).sum().item() / matrix.sum().item()
 
 
 def train(folder: Path, examples: list[Example], steps: int, batch: int, packed: bool) -> float:
@@ -154,32 +132,33 @@ def main() -> int:
     with torch.no_grad():
         truth = true_loss(model, shown)
         stock = model(**batch).loss.item()
-    maps = {"stock": influence(model, examples)}
     print(f"loss of {len(shown)} examples, each by itself:      {truth:.5f}")
     print(f"packed in one row, stock:                 {stock:.5f}  (off by {stock - truth:+.5f})")
     print(fa2_pack_patch.apply(model))
     with torch.no_grad():
         patched = model(**batch).loss.item()
-    maps["patched"] = influence(model, examples)
     print(
         f"packed in one row, patched:               {patched:.5f}  (off by {patched - truth:+.1e})"
     )
+    report = fa2_pack_patch.verify(model)
+    print(report)
+    cut = [example["prompt"][:12] for example in examples[:3]]
+    row, maps = leak_maps(model, cut)
     print(
-        f"influence from other examples: stock {foreign(maps['stock']):.1%}, "
-        f"patched {foreign(maps['patched']):.1%}"
+        f"influence from other examples: stock {foreign_share(row, maps['stock']):.1%}, "
+        f"patched {foreign_share(row, maps['patched']):.1%}"
     )
     if options.picture:
         options.picture.parent.mkdir(parents=True, exist_ok=True)
-        tokens = len(maps["stock"])
         title = f"SmolLM2-135M, Transformers {transformers.__version__}"
-        draw_maps(maps, list(range(0, tokens, tokens // 3)), title, options.picture)
+        report.plot(options.picture, examples=cut, title=title)
         print(f"picture: {options.picture}")
     del model
     print("training, the same examples padded and packed:")
     # Packed first: a CPU process knows only the peak of all it has done so far.
     rates = [train(folder, examples, options.steps, options.batch, p) for p in (True, False)]
     print(f"packed / padded: {rates[0] / rates[1]:.2f}x")
-    if abs(patched - truth) > (1e-4 if DEVICE == "cpu" else 2e-3):
+    if not report or abs(patched - truth) > (1e-4 if DEVICE == "cpu" else 2e-3):
         print("FAILED: packed differs from separate")
         return 1
     return 0

@@ -13,7 +13,8 @@ from .errors import (
 )
 from .layout import PackedLayout
 from .patch import PatchReport
-from .verify import VerifyReport, verify
+from .report import VerifyReport
+from .verify import verify
 
 __version__ = "0.1.0"
 

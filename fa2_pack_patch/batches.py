@@ -18,7 +18,7 @@ from .errors import PackingError
 Examples = Union[Mapping[str, Any], Sequence[Union[Sequence[int], torch.Tensor]]]
 
 _ONE: list[int] = [6, 9, 2, 7]
-_ROWS: list[list[int]] = [[4, 9], [8, 3]]
+_ROWS: list[list[int]] = [[4, 1, 9], [6, 8], [3, 8]]
 _REACH = 1024
 
 
@@ -47,14 +47,18 @@ class Batch:
 
 
 def pack(rows: Sequence[Sequence[torch.Tensor]], name: str) -> Batch:
-    """Examples end to end, one row for each list; shorter rows are padded right with a mask."""
+    """Examples end to end, one row for each list, and a mask where rows have padding.
+
+    The padding of a shorter row is in front of its examples, between them and behind them.
+    """
     width = max(sum(len(ids) for ids in row) for row in rows)
     shape = len(rows), width
     ids, positions = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
     mask, pieces = torch.zeros(shape, dtype=torch.long), []
     for r, row in enumerate(rows):
-        at = 0
-        for tokens in row:
+        spare, gaps, at = width - sum(len(tokens) for tokens in row), len(row) + 1, 0
+        for n, tokens in enumerate(row):
+            at += spare * (n + 1) // gaps - spare * n // gaps
             piece = Piece(r, at, tokens, torch.arange(len(tokens)))
             ids[piece.place], positions[piece.place], mask[piece.place] = tokens, piece.positions, 1
             pieces.append(piece)
@@ -66,7 +70,7 @@ def pack(rows: Sequence[Sequence[torch.Tensor]], name: str) -> Batch:
 
 
 def random_batches(vocabulary: int, window: Optional[int]) -> list[Batch]:
-    """Two small packed batches: one row without padding, two rows with padding.
+    """Two small packed batches: one row without padding, three with it.
 
     With a sliding window of up to 1024 tokens the first example of the row is longer than it.
     """

@@ -37,6 +37,30 @@ def embedded(probe: Probe) -> Iterator[list[torch.Tensor]]:
         handle.remove()
 
 
+@contextmanager
+def checkpointed(probe: Probe) -> Iterator[None]:
+    """Activation checkpointing that is on recomputes in the block, in evaluation mode too.
+
+    Not the reentrant kind, which cannot be asked for single gradients, nor where the same modules
+    would drop out.
+    """
+    config: Any = probe.base.config
+    random = [n for n, v in vars(config).items() if n.endswith(("dropout", "pdrop")) and v]
+    found = []
+    for module in probe.reference.modules() if not random else ():
+        function = getattr(module, "_gradient_checkpointing_func", None)
+        reentrant = getattr(function, "keywords", {}).get("use_reentrant", True)
+        if getattr(module, "gradient_checkpointing", False) and not reentrant:
+            found.append((module, module.training))
+    for module, _ in found:
+        module.training = True
+    try:
+        yield
+    finally:
+        for module, training in found:
+            module.training = training
+
+
 def weights_of(pieces: Sequence[Piece], outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Fixed random weights ``(length, width)`` of each example's outputs: the loss is their sum."""
     found = []

@@ -2,47 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, Optional
 
 import torch
 
-from .batches import Batch, pack
+from .batches import Batch, given_batch
 from .gradients import embedded
-from .hooks import CountHook, ModelHook
-from .probe import Probe, undisturbed
-from .runs import Runs
+from .probe import Probe, stock, undisturbed
 
 _LENGTHS = (8, 6, 8)
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
-
-
-@contextmanager
-def stock(probe: Probe) -> Iterator[None]:
-    """The model as it was before :func:`fa2_pack_patch.apply`, in the block alone."""
-    patch = probe.patch
-    if patch is None:
-        yield
-        return
-    runs, patch.runs = patch.runs, Runs()  # runs of earlier forwards are not to be found
-    kept = []
-    for module in probe.model.modules():
-        for name in _HOOKS:
-            hooks = getattr(module, name)
-            if any(isinstance(h, (ModelHook, CountHook)) for h in hooks.values()):
-                kept.append((hooks, list(hooks.items())))
-    try:
-        for hooks, items in kept:
-            for key, hook in items:
-                if isinstance(hook, (ModelHook, CountHook)):
-                    del hooks[key]
-        yield
-    finally:
-        patch.runs = runs
-        for hooks, items in kept:  # in the order that they had
-            hooks.clear()
-            hooks.update(items)
 
 
 def influence(probe: Probe, batch: Batch) -> torch.Tensor:
@@ -58,13 +28,21 @@ def influence(probe: Probe, batch: Batch) -> torch.Tensor:
     return torch.stack(rows).detach().cpu()
 
 
-def leak_maps(model: torch.nn.Module) -> tuple[Batch, dict[str, torch.Tensor]]:
-    """A packed row of three examples, and its influence maps: ``stock`` and, if so, ``patched``."""
+def leak_maps(
+    model: torch.nn.Module, examples: Optional[Sequence[Any]] = None
+) -> tuple[Batch, dict[str, torch.Tensor]]:
+    """One packed row, and its influence maps: ``stock`` and, if the model is so, ``patched``.
+
+    Args:
+        model: as for :func:`fa2_pack_patch.verify`.
+        examples: sequences of token ids; three short random ones by default.
+    """
     probe = Probe.of(model)
-    generator = torch.Generator().manual_seed(3)
-    vocabulary = int(probe.base.config.vocab_size)  # type: ignore[union-attr,arg-type]
-    row = [torch.randint(1, vocabulary, (n,), generator=generator) for n in _LENGTHS]
-    batch = pack([row], "leak map")
+    if examples is None:
+        generator = torch.Generator().manual_seed(3)
+        vocabulary = int(probe.base.config.vocab_size)  # type: ignore[union-attr,arg-type]
+        examples = [torch.randint(1, vocabulary, (n,), generator=generator) for n in _LENGTHS]
+    batch = given_batch(examples)
     maps = {}
     with undisturbed(model):
         with stock(probe):
@@ -74,7 +52,19 @@ def leak_maps(model: torch.nn.Module) -> tuple[Batch, dict[str, torch.Tensor]]:
     return batch, maps
 
 
-def draw_leaks(model: torch.nn.Module, path: Path) -> None:
+def foreign_share(batch: Batch, influences: torch.Tensor) -> float:
+    """How much of all influence in a map comes from another example."""
+    owner = torch.cat([torch.full((len(p.ids),), n) for n, p in enumerate(batch.pieces)])
+    others = influences[owner[:, None] != owner].sum()
+    return float(others / influences.sum())
+
+
+def draw_leaks(
+    model: torch.nn.Module,
+    path: Path,
+    examples: Optional[Sequence[Any]] = None,
+    title: Optional[str] = None,
+) -> None:
     """Write the leak maps of a model to ``path``, side by side.
 
     Raises:
@@ -86,14 +76,14 @@ def draw_leaks(model: torch.nn.Module, path: Path) -> None:
         raise ImportError(
             "the leak map is drawn by matplotlib, which is not installed: pip install matplotlib"
         ) from error
-    batch, maps = leak_maps(model)
+    batch, maps = leak_maps(model, examples)
     from . import compat
 
-    title = f"{type(model).__name__}, Transformers {compat.release()}"
-    draw_maps(maps, [p.start for p in batch.pieces], title, path)
+    title = title or f"{type(model).__name__}, Transformers {compat.release()}"
+    _draw(maps, [p.start for p in batch.pieces], title, path)
 
 
-def draw_maps(maps: Mapping[str, torch.Tensor], starts: list[int], title: str, path: Path) -> None:
+def _draw(maps: Mapping[str, torch.Tensor], starts: list[int], title: str, path: Path) -> None:
     """Influence maps by name, side by side, with a line where an example starts."""
     from matplotlib.figure import Figure  # no pyplot: the user's backend stays as it is
 

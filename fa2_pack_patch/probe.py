@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Callable, Optional
@@ -12,10 +12,12 @@ import torch
 from .batches import Batch, Piece
 from .detect import find_base
 from .errors import UnsupportedModelError
+from .hooks import CountHook, ModelHook
 from .patch import ATTRIBUTE, Patch
 from .registry import Family
 from .runs import Run, Runs
 
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _PLAIN = (torch.Tensor, int, float, bool, str, type(None))
 
 
@@ -69,34 +71,51 @@ class Probe:
 
     def packed(self, batch: Batch, **changed: torch.Tensor) -> torch.Tensor:
         """``(rows, T, width)``: logits, or hidden states of a bare base model."""
-        moved = {
-            k: v.to(self.device) if isinstance(v, torch.Tensor) else v
-            for k, v in {**batch.kwargs, **changed}.items()
-        }
-        return _output(self.model(**moved))
+        return _output(self.call(batch, **changed))
+
+    def call(self, batch: Batch, **changed: torch.Tensor) -> Any:
+        """What the model returns of a packed call."""
+        return self.model(**self._moved({**batch.kwargs, **changed}))
 
     def alone(self, piece: Piece) -> torch.Tensor:
-        """``(length, width)`` of one example by itself."""
-        ids = piece.ids[None].to(self.device)
-        positions = piece.positions[None].to(self.device)
+        """``(length, width)`` of one example by itself, as before :func:`fa2_pack_patch.apply`."""
+        return _output(self.call_alone(piece))[0]
+
+    def unpacked(self, piece: Piece) -> torch.Tensor:
+        """The same with the patch in place, which must make nothing of it."""
+        return _output(self._single(piece))[0]
+
+    def call_alone(self, piece: Piece, **more: torch.Tensor) -> Any:
+        """What the model returns of one example by itself, as before apply."""
+        with stock(self):
+            return self._single(piece, **more)
+
+    def _single(self, piece: Piece, **more: torch.Tensor) -> Any:
+        ids, positions = piece.ids[None], piece.positions[None]
+        given = {"input_ids": ids, "position_ids": positions, "use_cache": False, **more}
+        if bool((positions.diff() > 1).any()):
+            # From 4.53 on a jump is taken for a boundary where there is no mask.
+            given["attention_mask"] = torch.ones_like(ids)
         try:
-            out = self.reference(input_ids=ids, position_ids=positions, use_cache=False)
+            return self.reference(**self._moved(given))
         except (IndexError, RuntimeError, TypeError):
             # Rotary tables of old releases end at the row's length, and Falcon's eager of 4.36 to
             # 4.43 wants a mask for one token.
-            out = self.reference(
-                input_ids=ids,
-                position_ids=positions - positions[0, 0],
-                attention_mask=torch.ones_like(ids),
-                use_cache=False,
-            )
-        return _output(out)[0]
+            given["position_ids"] = positions - positions[0, 0]
+            given["attention_mask"] = torch.ones_like(ids)
+            return self.reference(**self._moved(given))
+
+    def _moved(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            k: v.to(self.device) if isinstance(v, torch.Tensor) else v for k, v in given.items()
+        }
 
     def mixed(self, batch: Batch) -> list[torch.Tensor]:
         """The same as :meth:`alone`, each row run as if it were one example."""
         ids = batch.kwargs["input_ids"].to(self.device)
         rows = torch.arange(ids.shape[1], device=self.device).expand(ids.shape)
-        out = _output(self.reference(input_ids=ids, position_ids=rows, use_cache=False))
+        with stock(self):
+            out = _output(self.reference(input_ids=ids, position_ids=rows, use_cache=False))
         return [out[p.place] for p in batch.pieces]
 
     @contextmanager
@@ -123,6 +142,33 @@ class _Recorder(Runs):
         if all(run is not other for other in self.seen):
             self.seen.append(run)
         super().bind(position_ids, run)
+
+
+@contextmanager
+def stock(probe: Probe) -> Iterator[None]:
+    """The model as it was before :func:`fa2_pack_patch.apply`, in the block alone."""
+    patch = probe.patch
+    if patch is None:
+        yield
+        return
+    runs, patch.runs = patch.runs, Runs()  # runs of earlier forwards are not to be found
+    kept = []
+    for module in probe.model.modules():
+        for name in _HOOKS:
+            hooks = getattr(module, name)
+            if any(isinstance(h, (ModelHook, CountHook)) for h in hooks.values()):
+                kept.append((hooks, list(hooks.items())))
+    try:
+        for hooks, items in kept:
+            for key, hook in items:
+                if isinstance(hook, (ModelHook, CountHook)):
+                    del hooks[key]
+        yield
+    finally:
+        patch.runs = runs
+        for hooks, items in kept:  # in the order that they had
+            hooks.clear()
+            hooks.update(items)
 
 
 def _device(base: torch.nn.Module, embedding: torch.nn.Module) -> torch.device:

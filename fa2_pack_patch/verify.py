@@ -6,9 +6,7 @@ import math
 import statistics
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Optional, Union
+from typing import Any, Optional
 
 import torch
 
@@ -16,8 +14,18 @@ from . import compat
 from .batches import Batch, Examples, given_batch, random_batches
 from .errors import Fa2PackPatchError
 from .forwards import in_place
-from .gradients import embedded, gradients_alone, losses, sketches, trained, weights_of
+from .gradients import (
+    checkpointed,
+    embedded,
+    gradients_alone,
+    losses,
+    sketches,
+    trained,
+    weights_of,
+)
+from .losses import Targets
 from .probe import Probe, each, undisturbed
+from .report import Check, VerifyReport
 from .rounding import distance, rounded
 
 #: Runs with other roundings, of which the largest error counts.
@@ -29,91 +37,6 @@ _CHANGED = 8
 #: Of fewer numbers than that, the error in two runs may be small by chance.
 _FEW = 16
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-
-
-@dataclass(frozen=True)
-class Check:
-    """One figure of a proof: it passed if ``value`` is not above ``allowed``.
-
-    Attributes:
-        name: what was compared.
-        value: how far it was off; infinite where the call failed.
-        allowed: what dtype and PyTorch's own error on this model explain.
-        passed: the outcome.
-        note: what was raised, where something was.
-    """
-
-    name: str
-    value: float
-    allowed: float
-    passed: bool
-    note: str = ""
-
-
-@dataclass(frozen=True)
-class VerifyReport:
-    """What :func:`verify` found; its string is a small table.
-
-    Attributes:
-        passed: whether every check passed.
-        checks: the figures, in the order they were taken.
-        subject: the model's class, dtype and device, in words.
-    """
-
-    passed: bool
-    checks: tuple[Check, ...]
-    subject: str = ""
-    _model: Any = field(default=None, repr=False, compare=False)
-
-    def __bool__(self) -> bool:
-        return self.passed
-
-    def __str__(self) -> str:
-        width = max(len(c.name) for c in self.checks)
-        lines = [f"fa2_pack_patch verify: {'passed' if self.passed else 'FAILED'}, {self.subject}"]
-        lines.append(f"  {'check':{width}}  {'value':>9}  {'allowed':>9}")
-        for c in self.checks:
-            word = "" if c.passed else "  FAILED"
-            lines.append(f"  {c.name:{width}}  {c.value:9.2g}  {c.allowed:9.2g}{word}")
-        lines += [f"  {c.name}: {c.note}" for c in self.checks if c.note]
-        return "\n".join(lines)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON; an infinite value is ``null``."""
-        rows = [
-            {
-                "name": c.name,
-                "value": c.value if math.isfinite(c.value) else None,
-                "allowed": c.allowed,
-                "passed": c.passed,
-                "note": c.note,
-            }
-            for c in self.checks
-        ]
-        return {"passed": self.passed, "subject": self.subject, "checks": rows}
-
-    def plot(self, path: Union[str, Path]) -> None:
-        """Draw which input token changes which output token, stock and patched side by side.
-
-        The model that was verified must still exist, as it was. The format is that of the path's
-        suffix.
-
-        Raises:
-            ImportError: matplotlib is not installed.
-            RuntimeError: the model is gone.
-        """
-        from .plots import draw_leaks
-
-        model = self._model() if self._model is not None else None
-        if model is None:
-            raise RuntimeError(
-                "the verified model no longer exists, so its leak map cannot be drawn; keep the "
-                "model until after plot()."
-            )
-        draw_leaks(model, Path(path))
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_model": None}
 
 
 def verify(model: torch.nn.Module, *, examples: Optional[Examples] = None) -> VerifyReport:
@@ -185,9 +108,10 @@ class _Proof:
         self.checks: list[Check] = []
 
     def run(self, batches: Sequence[Batch], with_gradients: bool) -> list[Check]:
-        for batch in batches:
-            with torch.no_grad():
-                self._logits(batch)
+        with torch.no_grad():
+            for batch in batches:
+                alone, trials = self._logits(batch)
+            self._losses(batches[-1], alone, trials)
         if with_gradients:
             self._gradients(batches[-1])
         return self.checks
@@ -197,10 +121,14 @@ class _Proof:
         pair = torch.cat(list(got)), torch.cat(list(want))
         return distance(*pair, typical=self.typical)
 
-    def _logits(self, batch: Batch) -> None:
+    def _logits(self, batch: Batch) -> tuple[list[torch.Tensor], list[list[torch.Tensor]]]:
+        """Returns what the examples give one by one, and again with other roundings."""
         probe, pieces = self.probe, batch.pieces
-        alone = each(probe.alone, pieces)
-        own = self._own(batch, alone)
+        alone, trials = each(probe.alone, pieces), []
+        for seed in range(_TRIALS):
+            with rounded(probe.reference, seed):
+                trials.append(each(probe.alone, pieces))
+        own = max(self._furthest(again, alone) for again in trials)  # PyTorch's own error
         out = None
         note = ""
         with probe.recorded() as runs:
@@ -220,17 +148,54 @@ class _Proof:
             _check(f"layers not packed, {batch.name}", missing, 0, note),
             _check(f"logits, {batch.name}", value, _SIDES * own),
         ]
+        self._unpacked(batch, alone, _SIDES * own)
         self._power(batch, alone, _SIDES * own)
         self._perturb(batch, out, _SIDES * own)
+        return alone, trials
 
-    def _own(self, batch: Batch, alone: Sequence[torch.Tensor]) -> float:
-        """PyTorch's own error on these examples."""
-        worst = 0.0
-        for seed in range(_TRIALS):
-            with rounded(self.probe.reference, seed):
-                again = each(self.probe.alone, batch.pieces)
-            worst = max(worst, self._furthest(again, alone))
-        return worst
+    def _unpacked(self, batch: Batch, alone: Sequence[torch.Tensor], allowed: float) -> None:
+        """Calls that are not packed give what they gave before apply, bit for bit."""
+        probe, pieces, name = self.probe, batch.pieces, f"calls not packed, {batch.name}"
+        try:
+            value = self._furthest(each(probe.unpacked, pieces), alone)
+        except Fa2PackPatchError as error:
+            self.checks.append(_check(name, math.inf, 0, _why(error)))
+            return
+        if value and not self._furthest(each(probe.alone, pieces), alone):
+            allowed = 0.0
+        self.checks.append(_check(name, value, allowed if value else 0))
+
+    def _losses(
+        self,
+        batch: Batch,
+        alone: Sequence[torch.Tensor],
+        trials: Sequence[Sequence[torch.Tensor]],
+    ) -> None:
+        """By labels: the mean over all targets, of which an example's first token is none."""
+        pieces, targets = batch.pieces, Targets.of(self.probe)
+        if targets is None or self.typical:  # one token of another expert moves a mean of few
+            return
+        classes = alone[0].shape[-1]
+        wanted, surprise = targets.alone(pieces, classes), targets.surprise(pieces, alone)
+        own = max(float((targets.surprise(pieces, t) - surprise).abs().max()) for t in trials)
+        try:
+            loss = targets.packed(batch, classes)
+            other = targets.packed(batch, classes, changed=True)
+            repeated = bool(loss == targets.packed(batch, classes))
+            shifted = targets.packed(batch, classes, shifted=True) if targets.shiftable else None
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except Exception as error:
+            self.checks.append(_check("loss", math.inf, 0, _why(error)))
+            return
+        allowed = _SIDES * own + float(wanted.abs()) * torch.finfo(loss.dtype).eps
+        for name, found in (("loss", loss), ("loss by shifted labels", shifted)):
+            if found is not None:
+                off = float((found.double().cpu() - wanted).abs())
+                self.checks.append(_check(name, off if math.isfinite(off) else math.inf, allowed))
+        if targets.first:
+            by_first = float((other - loss).abs())
+            self.checks.append(_check("loss by first labels", by_first, 0 if repeated else allowed))
 
     def _missing(self, runs: Sequence[Any]) -> int:
         patch, layers = self.probe.patch, self.probe.layers
@@ -302,7 +267,7 @@ class _Proof:
         parameters = trained(probe)
         names = ("gradients of inputs", "gradients of parameters", "gradients across examples")
         try:
-            with embedded(probe) as seen:
+            with embedded(probe) as seen, checkpointed(probe):
                 out = probe.packed(batch)
                 parts = losses(out, batch, weights)
                 inputs = [seen[-1], *parameters.values()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import inspect
 import json
 import pickle
 import sys
@@ -16,7 +17,7 @@ import pytest
 import torch
 
 import fa2_pack_patch as fpp
-from fa2_pack_patch import compat, forwards, hooks, layout, patch, plots, rounding
+from fa2_pack_patch import batches, compat, forwards, hooks, layout, patch, plots, rounding
 from fa2_pack_patch.kernels import sdpa
 from tests.matrix import models
 from tests.matrix.kinds import Call
@@ -30,6 +31,11 @@ FAMILIES = [f for f in ("llama", "mistral", "falcon", "mixtral") if f in HERE]
 
 def base(model: torch.nn.Module) -> Any:
     return next(m for m in model.modules() if patch.ATTRIBUTE in m.__dict__)
+
+
+def taken(report: fpp.VerifyReport) -> list[str]:
+    """The checks that there are in every release."""
+    return [c.name for c in report.checks if c.name != "loss by shifted labels"]
 
 
 def failed(report: fpp.VerifyReport) -> set[str]:
@@ -46,7 +52,7 @@ def test_a_patched_model_passes(build: Build, family: str, implementation: str) 
     report = fpp.verify(model)
     assert report.passed, str(report)
     assert bool(report)
-    assert len(report.checks) == 11
+    assert len(taken(report)) == 15
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -271,13 +277,13 @@ def test_without_gradients(build: Build) -> None:
     model = build()
     fpp.apply(model)
     with torch.no_grad():
-        assert len(fpp.verify(model).checks) == 8
+        assert len(taken(fpp.verify(model))) == 12
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    assert len(fpp.verify(model).checks) == 8
+    assert len(taken(fpp.verify(model))) == 12
     model.model.layers[0].self_attn.q_proj.weight.requires_grad_(True)
     report = fpp.verify(model)
-    assert report.passed and len(report.checks) == 11
+    assert report.passed and len(taken(report)) == 15
 
 
 def test_own_examples(build: Build, packed: Call) -> None:
@@ -385,7 +391,12 @@ def test_leak_maps_are_triangles(build: Build) -> None:
     assert bool((maps["patched"][~own] == 0).all())
     assert bool((maps["stock"][~own & torch.ones_like(own).tril()] > 0).any())
     assert fpp.verify(model)
+    assert (
+        plots.foreign_share(batch, maps["patched"]) == 0 < plots.foreign_share(batch, maps["stock"])
+    )
     assert list(plots.leak_maps(build())[1]) == ["stock"]
+    with pytest.raises(fpp.PackingError, match="at least two examples"):
+        plots.leak_maps(model, [[5, 6]])
 
 
 def test_plot_without_matplotlib(
@@ -406,7 +417,10 @@ def test_plot_without_matplotlib(
 def test_plot_draws_a_picture(build: Build, tmp_path: Path) -> None:
     model = build()
     fpp.apply(model)
-    fpp.verify(model).plot(tmp_path / "leak.png")
+    report = fpp.verify(model)
+    report.plot(tmp_path / "own.svg", examples=[[5, 6, 7], [8, 9]], title="Two of my own")
+    assert "Two of my own" in (tmp_path / "own.svg").read_text(encoding="utf-8")
+    report.plot(tmp_path / "leak.png")
     assert (tmp_path / "leak.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -423,3 +437,122 @@ def test_rounding_is_of_the_size_of_rounding() -> None:
             with rounding.rounded(linear, 0):
                 ours = rounding.distance(linear(x), exact)
         assert real < ours < 30 * real
+
+
+def test_positions_that_skip(build: Build) -> None:
+    """From 4.53 on stock cuts an example there if it is given no mask: the proof gives one."""
+    model = build()
+    batch = {
+        "input_ids": torch.arange(5, 13)[None],
+        "position_ids": torch.tensor([[0, 1, 9, 10, 0, 1, 2, 20]]),
+    }
+    assert not fpp.verify(model, examples=batch)
+    fpp.apply(model)
+    report = fpp.verify(model, examples=batch)
+    assert report.passed, str(report)
+
+
+def test_the_default_batches_hold_what_boundaries_can_go_wrong_on() -> None:
+    one, padded = batches.random_batches(50, 5)
+    assert "attention_mask" not in one.kwargs
+    assert [len(p.ids) for p in one.pieces] == [9, 9, 2, 7]  # longer than the window
+    ids, mask = padded.kwargs["input_ids"], padded.kwargs["attention_mask"]
+    assert torch.equal(padded.padding, mask == 0)
+    assert mask[-1].tolist() == [0] + [1] * 3 + [0] + [1] * 8 + [0]
+    assert mask[:-1].all()
+    assert 1 in [len(p.ids) for p in padded.pieces]
+    for piece in padded.pieces:
+        assert torch.equal(ids[piece.place], piece.ids)
+        assert torch.equal(padded.kwargs["position_ids"][piece.place], piece.positions)
+
+
+def test_labels_of_token_classification(build: Build) -> None:
+    import transformers
+
+    if compat.release() < compat.Version("4.43"):
+        pytest.skip("no token classification in these releases")
+    model = transformers.LlamaForTokenClassification(build().config).eval()
+    fpp.apply(model)
+    report = fpp.verify(model)
+    assert report.passed, str(report)
+    assert "loss" in {c.name for c in report.checks}
+    base(model).__dict__[patch.ATTRIBUTE].shifts_labels = True
+    assert failed(fpp.verify(model)) == {"loss"}
+
+
+def test_a_loss_with_targets_of_another_example(build: Build) -> None:
+    model = build()
+    fpp.apply(model)
+    base(model).__dict__[patch.ATTRIBUTE].shifts_labels = False
+    wrong = {"loss", "loss by shifted labels", "loss by first labels"}
+    report = fpp.verify(model)
+    assert failed(report) == wrong & {c.name for c in report.checks}
+
+
+def test_a_patch_that_meddles_with_calls_that_are_not_packed(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build()
+    fpp.apply(model)
+    decide = hooks.ModelHook._decide
+
+    def shifted(self: Any, module: Any, args: Any, kwargs: Any) -> Any:
+        found = decide(self, module, args, kwargs)
+        if found is None and kwargs.get("position_ids") is not None:
+            return args, {**kwargs, "position_ids": kwargs["position_ids"] * 2}
+        return found
+
+    monkeypatch.setattr(hooks.ModelHook, "_decide", shifted)
+    assert failed(fpp.verify(model)) == {
+        "calls not packed, one row",
+        "calls not packed, padded rows",
+    }
+
+
+def test_recomputes_of_checkpointed_activations_are_proved(build: Build) -> None:
+    model = build()
+    enable = model.gradient_checkpointing_enable
+    if "gradient_checkpointing_kwargs" not in inspect.signature(enable).parameters:
+        pytest.skip("this release has the reentrant kind alone")
+    enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    fpp.apply(model)
+    report = fpp.verify(model)
+    assert report.passed, str(report)
+    forward = forwards.PackedForward._forward
+
+    def wrong_in_backward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch._C._current_graph_task_id() == -1:
+            return forward(self, *args, **kwargs)
+        return type(self.site.module).forward(self.site.module, *args, **kwargs)
+
+    with mock.patch.object(forwards.PackedForward, "_forward", wrong_in_backward):
+        found = failed(fpp.verify(model))
+    assert "gradients of inputs" in found, found
+    assert not any(module.training for module in model.modules())
+
+
+def test_dropout_keeps_checkpointing_off(build: Build) -> None:
+    """The very modules that recompute may drop out: packed and separate would differ by chance."""
+    if "falcon" not in HERE or compat.release() < compat.Version("4.46"):
+        pytest.skip("Falcon of this release does not checkpoint without reentry")
+    model = build("falcon", hidden_dropout=0.5)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    fpp.apply(model)
+    report = fpp.verify(model)
+    assert report.passed, str(report)
+
+
+def test_the_documented_table_has_the_checks_of_a_report(build: Build) -> None:
+    page = (Path(__file__).resolve().parents[1] / "docs" / "verify.md").read_text(encoding="utf-8")
+    model = build()
+    fpp.apply(model)
+    checks = fpp.verify(model).checks
+    table = page[page.index("fa2_pack_patch verify: passed") :]
+    lines = table[: table.index("```")].splitlines()[2:]
+    names = [line[2:].split("  ")[0] for line in lines]
+    here = {c.name for c in checks}
+    assert [n for n in names if n in here or n != "loss by shifted labels"] == [
+        c.name for c in checks
+    ]
+    for check in checks:
+        assert f"| {check.name.split(',')[0]} |" in page
