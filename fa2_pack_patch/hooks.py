@@ -306,7 +306,7 @@ class ModelHook:
         positions = layout.positions().view(rows, tokens) if host_ids is None else host_ids
         # The model's own contiguous int64 copy: nobody else writes to it, and it carries the run.
         if ids is None or any(layout.padding):
-            own = positions.clone()
+            own = positions.clone(memory_format=torch.contiguous_format)
             for start, length, pad in zip(layout.starts, layout.lengths, layout.padding):
                 if pad:  # a position of padding must not lengthen a dynamic rope
                     own.view(-1)[start : start + length] = 0

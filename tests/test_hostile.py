@@ -257,6 +257,18 @@ def test_unsigned_positions_and_segments(bench: Bench, dtype: torch.dtype) -> No
     ends(bench, "right", attention_mask=torch.tensor([[1, 1, 1, 2, 2, 2, 3, 0]]).to(dtype))
 
 
+def test_positions_and_padding_laid_out_by_columns(bench: Bench) -> None:
+    """It ended in torch's error of a view."""
+    ids, mask = RESETS.repeat(2, 1), torch.tensor([[1, 1, 1, 1, 1, 1, 0, 0]]).repeat(2, 1)
+    across = ids.t().contiguous().t()
+    ends(bench, "right", input_ids=ROWS.repeat(2, 1), position_ids=across, attention_mask=mask)
+
+
+@pytest.mark.parametrize("kind", ["labels", "shift_labels"])
+def test_labels_elsewhere_than_an_input_without_values(bench: Bench, kind: str) -> None:
+    ends(bench, "no values", input_ids=ROWS.to("meta"), position_ids=RESETS, **{kind: ROWS})
+
+
 @pytest.mark.parametrize("name", list(LENGTHS))
 def test_lengths_that_hold_no_values(bench: Bench, name: str) -> None:
     given = torch.as_tensor(LENGTHS[name], device="meta")
