@@ -29,7 +29,7 @@ lint: $(BIN)/ready
 trainers: $(BIN)/ready
 	$(BIN)/python -m tests.trainers.run --all --check
 
-# DeepSpeed's ZeRO-2 and ZeRO-3 on two processes; wants a C++ compiler
+# DeepSpeed's ZeRO-2 and ZeRO-3 on two processes
 zero: $(BIN)/ready
 	$(BIN)/python -m tests.distributed.run
 

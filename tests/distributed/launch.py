@@ -17,7 +17,8 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 PROCESSES = 2
-#: Seconds until a run counts as hung. A collective gives up sooner (worker.PATIENCE).
+#: Seconds without a word of any process until a run counts as hung; each says which job it begins.
+#: A collective gives up sooner (worker.PATIENCE).
 TIMEOUT = 80.0
 
 
@@ -34,7 +35,7 @@ def launch(jobs: Sequence[Job], *, timeout: float | None = None) -> list[list[An
 
     Args:
         jobs: what to do.
-        timeout: seconds for the jobs alone, within :data:`TIMEOUT` for everything.
+        timeout: seconds for all the jobs together, from when the processes have met.
 
     Raises:
         RunFailed: a process ended with an error, or one was still running after its time.
@@ -80,21 +81,25 @@ def _wait(
 ) -> str | None:
     """Until all have ended well; else why not. The others of a failed process get two seconds."""
     began = time.monotonic()
-    end = began + TIMEOUT
-    why = None
-    while time.monotonic() < end:
+    end, last = began + TIMEOUT, float("inf")
+    said, why = 0, None
+    while time.monotonic() < min(end, last):
         if timeout is not None and all((out / f"{n}.ready").exists() for n in range(PROCESSES)):
-            end, timeout = min(end, time.monotonic() + timeout), None
+            last, timeout = time.monotonic() + timeout, None
+        size = sum((out / f"{n}.log").stat().st_size for n in range(PROCESSES))
+        if size != said:
+            said, end = size, time.monotonic() + TIMEOUT
         codes = [process.poll() for process in running]
         if all(code == 0 for code in codes):
             return None
         bad = [f"rank {rank} ended with {code}" for rank, code in enumerate(codes) if code]
         if bad and why is None:
-            end = min(end, time.monotonic() + 2)
+            last = min(last, time.monotonic() + 2)
         why = ", ".join(bad) or None
         if bad and None not in codes:
             return why
         time.sleep(0.05)
+    ran = time.monotonic() - began
     alive = [process for process in running if process.poll() is None]
     for process in alive:  # faulthandler then writes where each thread stands
         process.send_signal(signal.SIGABRT)
@@ -103,7 +108,7 @@ def _wait(
             process.wait(2)
         except subprocess.TimeoutExpired:
             continue
-    return why or f"hung: {len(alive)} of {len(running)} processes ran after {end - began:.0f} s"
+    return why or f"hung: {len(alive)} of {len(running)} processes ran after {ran:.0f} s"
 
 
 def _said(out: Path, rank: int) -> str:

@@ -1,7 +1,7 @@
 """DeepSpeed's ZeRO-2 and ZeRO-3 in two processes: ``python -m tests.distributed.run``.
 
-DeepSpeed goes into a folder of its own. It builds a part of itself at its first start, for which
-it wants a C++ compiler.
+DeepSpeed goes into a folder of its own. Nothing of it is compiled: see
+:class:`tests.distributed.wrappers.Zero`.
 """
 
 from __future__ import annotations

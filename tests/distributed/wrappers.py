@@ -157,6 +157,8 @@ class Zero(Ddp):
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         import deepspeed
 
+        # Sums over shared memory in place of gloo: it would compile that first, for a minute or two.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         engine, *_ = deepspeed.initialize(
             model=model,
             optimizer=torch.optim.SGD(model.parameters(), lr=RATE),
