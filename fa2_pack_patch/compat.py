@@ -159,3 +159,6 @@ def storages_keep_attributes() -> bool:
     alias = tensor.view(1, 1).detach()
     del tensor
     return getattr(alias.untyped_storage(), "_fa2_pack_patch_probe", False)
+
+
+storages_keep_attributes()  # not first inside of a call: a torch.func transform wraps its tensors

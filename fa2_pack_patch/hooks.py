@@ -19,6 +19,7 @@ from .reading import (
     VARLEN,
     by_name,
     cache_of,
+    check_mapped,
     device_layout,
     explicit,
     fits,
@@ -30,11 +31,18 @@ from .reading import (
     remember_unpacked,
     to_host,
 )
-from .refusals import check_head, check_inputs, check_mask, check_options, positions_kept
+from .refusals import (
+    check_head,
+    check_inputs,
+    check_mask,
+    check_options,
+    check_traced,
+    positions_kept,
+)
 from .rope import check_lengths
 from .runs import Run
 from .targets import has_labels, mask_labels
-from .tensors import check_position_ids, quote, upload
+from .tensors import check_position_ids, mapped_over, quote, upload
 from .varlen import VarlenLayout
 
 if TYPE_CHECKING:
@@ -116,6 +124,7 @@ class ModelHook:
         if run is None:
             return None
         self._still_whole(unseen=call["position_ids"] is not given)
+        check_traced()
         if self.pooled is not None:
             raise PackingError(
                 f"{self.pooled} gives one result for each row, but this call packs "
@@ -191,6 +200,9 @@ class ModelHook:
         if not isinstance(inputs, torch.Tensor) or inputs.dim() < 2:
             return None
         rows, tokens = int(inputs.shape[0]), int(inputs.shape[1])
+        if not varlen and (mapped_over(position_ids) or mapped_over(mask)):
+            check_mapped(position_ids, mask)
+            return None
         if isinstance(position_ids, torch.Tensor) and not varlen:
             bound = self.patch.runs.bound(position_ids, self.patch)
             if bound is not None:

@@ -16,7 +16,7 @@ from . import compat
 from .boundaries import Boundaries, read_boundaries
 from .errors import PackingError
 from .layout import PackedLayout
-from .tensors import as_tensor, describe, is_mask, quote
+from .tensors import all_mapped, as_tensor, describe, holds_integers, is_mask, mapped_over, quote
 from .varlen import VarlenLayout
 
 VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -98,6 +98,29 @@ def _marks(mark: Any, tensor: Any) -> bool:
         return mark is None and not isinstance(tensor, torch.Tensor)
     reference, version = mark
     return reference() is tensor and (tensor.is_inference() or tensor._version == version)
+
+
+def check_mapped(ids: Any, mask: Any) -> None:
+    """Refuse a packed call in ``torch.func.vmap``, if what is mapped over says where examples are.
+
+    Raises:
+        PackingError: names what is mapped over.
+    """
+    given = {"position_ids": ids, "attention_mask": mask}
+    rows = {}
+    for name, fine in (("position_ids", holds_integers), ("attention_mask", is_mask)):
+        tensor = given[name]
+        if isinstance(tensor, torch.Tensor) and tensor.dim() in (1, 2) and fine(tensor):
+            rows[name] = all_mapped(tensor)
+    most = max((len(t) for t in rows.values()), default=0)
+    whole = {name: t.repeat(most // len(t), 1) for name, t in rows.items()}
+    found = (whole.get("position_ids"), whole.get("attention_mask"))
+    if readable(*found) and read_boundaries(*found) is not None:
+        names = " and ".join(name for name, tensor in given.items() if mapped_over(tensor))
+        raise PackingError(
+            f"torch.func.vmap maps over {names} of a packed call, whose examples it then hides. "
+            "Map over calls that are packed alike (in_dims=None for these), or use a loop."
+        )
 
 
 def to_host(

@@ -75,6 +75,19 @@ def positions_kept(module: torch.nn.Module) -> PackingError:
     )
 
 
+def check_traced() -> None:
+    """Refuse ``torch.jit.trace``, which would keep this call's examples for every later one.
+
+    Raises:
+        PackingError: says what to trace instead.
+    """
+    if torch._C._get_tracing_state() is not None:
+        raise PackingError(
+            "torch.jit.trace would keep where the examples of this packed call are, and cut every "
+            "later call there. Trace a call that is not packed, or use torch.compile."
+        )
+
+
 def check_mask(mask: Any, rows: int, tokens: int) -> None:
     """Refuse a mask that is not ``(rows, tokens)``.
 

@@ -19,7 +19,7 @@ import torch
 from .compat import is_compiling, storages_keep_attributes
 from .errors import PackingError
 from .layout import PackedLayout
-from .tensors import quote, upload
+from .tensors import quote, unwrapped, upload
 from .varlen import VarlenLayout
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class Runs:
         with self._lock:
             self._weak.add(run)
             if storages_keep_attributes():
-                setattr(position_ids.untyped_storage(), _ATTRIBUTE, run)
+                setattr(unwrapped(position_ids).untyped_storage(), _ATTRIBUTE, run)
             else:
                 # Held, so that the address stays this tensor's own.
                 self._kept.append((position_ids.data_ptr(), position_ids, run))
@@ -142,7 +142,7 @@ class Runs:
         if position_ids.layout != torch.strided:
             return None
         if storages_keep_attributes():
-            return getattr(position_ids.untyped_storage(), _ATTRIBUTE, None)
+            return getattr(unwrapped(position_ids).untyped_storage(), _ATTRIBUTE, None)
         if self._kept:
             address = position_ids.data_ptr()
             for kept, tensor, run in reversed(self._kept):

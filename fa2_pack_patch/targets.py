@@ -31,6 +31,8 @@ def mask_labels(call: dict[str, Any], layout: Layout) -> None:
     Raises:
         PackingError: labels of as many tokens that could not be told apart.
     """
+    asked = call.get("ignore_index")  # a keyword of Transformers' losses
+    ignored = IGNORED if asked is None else asked
     for name in LABELS:
         given = call.get(name)
         if not isinstance(given, torch.Tensor):
@@ -38,10 +40,10 @@ def mask_labels(call: dict[str, Any], layout: Layout) -> None:
         rows, tokens = call["position_ids"].shape
         check_labels(given, rows, tokens, name=name)
         if given.numel() == layout.tokens:  # else the model's own loss says what is wrong
-            call[name] = _masked(given, layout, last=name == LABELS[1])
+            call[name] = _masked(given, layout, ignored, last=name == LABELS[1])
 
 
-def _masked(labels: torch.Tensor, layout: Layout, *, last: bool) -> torch.Tensor:
+def _masked(labels: torch.Tensor, layout: Layout, ignored: int, *, last: bool) -> torch.Tensor:
     """A copy without each example's first token, or its last one."""
     cu = layout.cu_seqlens
     if cu.device != labels.device and isinstance(layout, PackedLayout):
@@ -55,4 +57,4 @@ def _masked(labels: torch.Tensor, layout: Layout, *, last: bool) -> torch.Tensor
         if not isinstance(layout, PackedLayout):
             # Read by nobody: examples of no tokens, at the end, start behind the last token.
             flat = torch.cat([flat, flat.new_zeros(1)])
-    return flat.index_fill(0, index, IGNORED)[: layout.tokens].view(labels.shape)
+    return flat.index_fill(0, index, ignored)[: layout.tokens].view(labels.shape)

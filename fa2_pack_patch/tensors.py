@@ -105,3 +105,33 @@ def upload(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type == "cuda" and host.device.type == "cpu":
         return host.pin_memory().to(device, non_blocking=True)
     return host.to(device)
+
+
+def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor under the wrappers of torch.func's transforms: it has a storage."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def mapped_over(tensor: Any) -> bool:
+    """Whether ``torch.func.vmap`` runs over a tensor, so that its values cannot be read."""
+    functorch = torch._C._functorch
+    while isinstance(tensor, torch.Tensor) and functorch.is_functorch_wrapped_tensor(tensor):
+        if functorch.is_batchedtensor(tensor):
+            return True
+        tensor = functorch.get_unwrapped(tensor)
+    return False
+
+
+def all_mapped(tensor: torch.Tensor) -> torch.Tensor:
+    """All rows of a ``(rows, tokens)`` tensor that ``torch.func.vmap`` runs over, in one."""
+    functorch = torch._C._functorch
+    tokens = tensor.shape[-1]
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        mapped = functorch.maybe_get_bdim(tensor) if functorch.is_batchedtensor(tensor) else None
+        tensor = functorch.get_unwrapped(tensor)
+        if mapped is not None:
+            tensor = tensor.movedim(mapped, 0)
+    return tensor.reshape(-1, tokens)

@@ -133,8 +133,8 @@ MUTANTS = [
     # one forward and its layers
     _n(
         "a stale layout", "runs.py",
-        "setattr(position_ids.untyped_storage(), _ATTRIBUTE, run)",
-        "setattr(position_ids.untyped_storage(), _ATTRIBUTE, self.__dict__.setdefault('first', run))",
+        "setattr(unwrapped(position_ids).untyped_storage(), _ATTRIBUTE, run)",
+        "setattr(unwrapped(position_ids).untyped_storage(), _ATTRIBUTE, self.__dict__.setdefault('first', run))",
         "later calls are cut as the first one was",
     ),
     _o(

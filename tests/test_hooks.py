@@ -290,6 +290,16 @@ def test_a_shifted_label_of_another_example_is_no_target(build: Build, kind: str
         model(**call.kwargs, labels=ids, shift_labels=given.float())
 
 
+@pytest.mark.skipif(Version("4.46") > RELEASE, reason="no keywords for the loss")
+def test_the_label_that_the_caller_ignores(build: Build) -> None:
+    """``ignore_index`` goes to the loss: -100 would then be a class out of range."""
+    model, alone = build(), build()
+    fpp.apply(model)
+    call = _positions(TWO)
+    loss = model(**call.kwargs, labels=call.kwargs["input_ids"], ignore_index=-1).loss
+    assert loss.item() == pytest.approx(own_losses(alone, call), abs=LIMIT)
+
+
 def token_heads(*families: str) -> list[tuple[str, str]]:
     names = {f: f"{models.FAMILIES[f].causal[:-11]}ForTokenClassification" for f in families}
     return [(f, name) for f, name in names.items() if hasattr(transformers, name)]
