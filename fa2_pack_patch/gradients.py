@@ -123,7 +123,7 @@ def gradients_alone(
             inputs = [seen[-1], *parameters.values()]
             found = torch.autograd.grad(loss, inputs, allow_unused=True)
         assert found[0] is not None
-        tokens.append(found[0][0].detach().cpu())
+        tokens.append(found[0][0][: len(piece.ids)].detach().cpu())
         for name, sketch in sketches(list(parameters), found[1:]).items():
             total[name] = total[name] + sketch if name in total else sketch
     return tokens, total

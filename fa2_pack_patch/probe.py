@@ -79,11 +79,11 @@ class Probe:
 
     def alone(self, piece: Piece) -> torch.Tensor:
         """``(length, width)`` of one example by itself, as before :func:`fa2_pack_patch.apply`."""
-        return _output(self.call_alone(piece))[0]
+        return _output(self.call_alone(piece))[0][: len(piece.ids)]
 
     def unpacked(self, piece: Piece) -> torch.Tensor:
         """The same with the patch in place, which must make nothing of it."""
-        return _output(self._single(piece))[0]
+        return _output(self._single(piece))[0][: len(piece.ids)]
 
     def call_alone(self, piece: Piece, **more: torch.Tensor) -> Any:
         """What the model returns of one example by itself, as before apply."""
@@ -92,17 +92,23 @@ class Probe:
 
     def _single(self, piece: Piece, **more: torch.Tensor) -> Any:
         ids, positions = piece.ids[None], piece.positions[None]
-        given = {"input_ids": ids, "position_ids": positions, "use_cache": False, **more}
+        given: dict[str, Any] = {"input_ids": ids, "position_ids": positions, "use_cache": False}
+        given.update(more)
         if bool((positions.diff() > 1).any()):
             # From 4.53 on a jump is taken for a boundary where there is no mask.
             given["attention_mask"] = torch.ones_like(ids)
         try:
             return self.reference(**self._moved(given))
         except (IndexError, RuntimeError, TypeError):
-            # Rotary tables of old releases end at the row's length, and Falcon's eager of 4.36 to
-            # 4.43 wants a mask for one token.
+            # Rotary tables of old releases end at the row's length, so padding makes it longer; and
+            # Falcon's eager of 4.36 to 4.43 wants a mask for one token.
             given["position_ids"] = positions - positions[0, 0]
             given["attention_mask"] = torch.ones_like(ids)
+            room = max(0, int(given["position_ids"].max()) + 1 - ids.shape[1])
+            for name, value in given.items():
+                if isinstance(value, torch.Tensor):
+                    pad = -100 if name == "labels" else 0
+                    given[name] = torch.nn.functional.pad(value, (0, room), value=pad)
             return self.reference(**self._moved(given))
 
     def _moved(self, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -444,7 +444,7 @@ def test_positions_that_skip(build: Build) -> None:
     model = build()
     batch = {
         "input_ids": torch.arange(5, 13)[None],
-        "position_ids": torch.tensor([[0, 1, 9, 10, 0, 1, 2, 20]]),
+        "position_ids": torch.tensor([[0, 1, 4, 5, 0, 1, 2, 7]]),
     }
     assert not fpp.verify(model, examples=batch)
     fpp.apply(model)
