@@ -19,7 +19,7 @@ import torch
 from .compat import is_compiling, storages_keep_attributes
 from .errors import PackingError
 from .layout import PackedLayout
-from .tensors import quote, unwrapped, upload
+from .tensors import holds_integers, quote, unwrapped, upload
 from .varlen import VarlenLayout
 
 if TYPE_CHECKING:
@@ -151,8 +151,9 @@ class Runs:
         return None
 
     def _by_value(self, position_ids: torch.Tensor) -> Optional[Run]:
-        # Offloaded or moved to another device between forward and recompute: another storage.
-        if position_ids.is_meta:
+        # Offloaded or moved to another device between forward and recompute: another storage of the
+        # model's own copy, which is int64.
+        if position_ids.dtype != torch.int64 or not holds_integers(position_ids):
             return None
         with self._lock:
             alive = [run for run in self._weak if run.positions.shape == position_ids.shape]

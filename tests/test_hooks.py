@@ -161,6 +161,7 @@ def test_one_token_with_the_positions_of_a_call_in_flight(build: Build) -> None:
     kept = model(input_ids=torch.tensor([[3, 5]]), position_ids=torch.tensor([[0, 0]]))
     runs, moved = model.model._fa2_pack_patch.runs, torch.tensor([[0, 0]])
     assert runs.find(moved, torch.zeros(1, 1, 8)) is None
+    assert runs.find(moved.to(torch.uint16), torch.zeros(1, 2, 8)) is None  # no copy of ours
     assert runs.find(moved, torch.zeros(1, 2, 8)) is not None
     assert kept.logits.requires_grad
 
