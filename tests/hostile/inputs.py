@@ -232,9 +232,16 @@ def _given_varlen(source: Source, kwargs: dict[str, Any]) -> None:
         return
     end = int(cu[-1]) if len(cu) and cu.dtype in INTEGERS else 4
     values = list(cu.tolist())
+
+    def like(numbers: list[Any]) -> torch.Tensor:
+        # Unsigned tensors can neither be turned nor negated; as int64 they wrap.
+        whole = [(n + 2**63) % 2**64 - 2**63 if isinstance(n, int) else n for n in numbers]
+        return torch.tensor(whole).to(cu.dtype)
+
     options: list[Any] = [
-        cu[:-1], cu[1:], torch.cat([cu, cu[-1:], cu[-1:]]), cu[None], cu.flip(0), cu[:0], cu[:1],
-        cu + 1, -cu, cu.to(source.pick(DTYPES)), values, tuple(values), cu.numpy(), cu[0:1],
+        cu[:-1], cu[1:], torch.cat([cu, cu[-1:], cu[-1:]]), cu[None], like(values[::-1]),
+        cu[:0], cu[:1], like([v + 1 for v in values]), like([-v for v in values]),
+        cu.to(source.pick(DTYPES)), values, tuple(values), cu.numpy(), cu[0:1],
         torch.tensor([0, 0, end]), torch.tensor([0, 2**31, 2**40]), torch.tensor([0, -1, end]),
         torch.tensor([0, end]), torch.tensor([0.0, float("nan")]), cu.to("meta"), "lengths", None,
         torch.tensor([0, 2**63 - 1, -(2**63)]), cu.to(torch.int64), [0, "x"], [0, [1]],
