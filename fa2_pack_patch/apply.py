@@ -14,11 +14,13 @@ from .detect import (
     Detection,
     Verdict,
     around,
+    attention_modules,
     class_of,
     detect,
     find_base,
     is_pretrained,
     judge_config,
+    lists_of,
 )
 from .errors import UnsupportedModelError, UnsupportedReleaseError
 from .forwards import HeadForward, PackedForward
@@ -71,8 +73,10 @@ def apply(
             report = _still(patch, model, kernel)
             if report is not None:
                 return report
+        earlier = _heads(patch)
         with _set_aside(patch):
             found = detect(model, release)
+            _join_heads(found, earlier)
             if found.reasons:
                 raise UnsupportedModelError(found.subject, found.reasons + ([note] if note else []))
             if not allow_unverified:
@@ -107,8 +111,37 @@ def _still(patch: Patch, model: torch.nn.Module, kernel: str) -> Optional[PatchR
 
 def _holds(patch: Patch, outside: Detection) -> bool:
     """Whether an earlier :func:`apply` covers all that is around the model by now."""
+    if patch.stale is not None or outside.base is None:
+        return False
     known = {id(edit.target) for edit in patch.edits}
-    return patch.stale is None and all(id(holder) in known for holder in outside.holders)
+    attention = attention_modules(outside.base, patch.family, patch.span)
+    same = [id(module) for _, module in attention] == [id(site.module) for site in patch.sites]
+    return same and all(id(holder) in known for holder in outside.holders)
+
+
+def _heads(patch: Optional[Patch]) -> list[tuple[torch.nn.Module, Optional[str]]]:
+    """The heads and wrappers that an earlier :func:`apply` reached, and what is said of pooled."""
+    edits = [] if patch is None else patch.edits
+    hooks = [(e.target, e.value) for e in edits if isinstance(e.value, ModelHook)]
+    return [(target, hook.pooled) for target, hook in hooks if not hook.base]
+
+
+def _join_heads(found: Detection, earlier: list[tuple[torch.nn.Module, Optional[str]]]) -> None:
+    """Heads that share a base model stay patched when another one comes to it."""
+    here = {id(holder) for holder in found.holders}
+    for head, pooled in earlier:
+        if id(head) not in here and any(module is found.base for module in head.modules()):
+            found.holders.append(head)
+            if pooled is not None:
+                found.pooled[id(head)] = pooled
+
+
+def _shifts_labels(holder: torch.nn.Module, found: Detection) -> bool:
+    """Whether a token's label is predicted from the token before it: not by per-token heads."""
+    assert found.family is not None
+    inside = {id(module) for module in holder.modules()}
+    heads = {class_of(head).__name__ for head in found.holders if id(head) in inside}
+    return heads.isdisjoint(found.family.per_token)
 
 
 def _proved(found: Detection, note: Optional[str]) -> Optional[str]:
@@ -139,11 +172,11 @@ def _plan(found: Detection, kernel: str, note: Optional[str]) -> PatchReport:
         patch.reference(compat.implementation_of(module, config, found.span.via))
     edits.append(Edit(found.base, "pre", ModelHook(patch, base=True), hook="pre"))
     edits.append(Edit(found.base, "post", CountHook(patch), hook="post"))
-    heads = {class_of(holder).__name__ for holder in found.holders}
-    patch.shifts_labels = heads.isdisjoint(found.family.per_token)
+    patch.lists = lists_of(found.base, found.attention)
     for holder in found.holders:
         pooled = found.pooled.get(id(holder))
         hook = ModelHook(patch, base=False, pooled=pooled, outer=not is_pretrained(holder))
+        hook.shifts_labels = _shifts_labels(holder, found)
         edits.append(Edit(holder, "pre", hook, hook="pre"))
         if not hook.outer:
             edits.append(_forward_edit(holder, HeadForward(holder, hook)))

@@ -99,6 +99,7 @@ def around(model: torch.nn.Module) -> Detection:
     result = Detection(subject=type(model).__name__)
     _wrappers(model, result)
     for _, base, family in find_base(model)[:1]:
+        result.base = base
         _holders(model, base, family, result)
     return result
 
@@ -186,6 +187,44 @@ def config_reasons(config: Any, family: Family, release: Version) -> list[str]:
     return reasons
 
 
+def _attention_classes(family: Family, span: Span) -> set[type]:
+    code = importlib.import_module(family.module)
+    return {getattr(code, name) for name in span.classes if hasattr(code, name)}
+
+
+def attention_modules(
+    base: torch.nn.Module, family: Family, span: Span
+) -> list[tuple[str, torch.nn.Module]]:
+    """The attention modules of a base model and their names in it."""
+    known = _attention_classes(family, span)
+    return [(n, m) for n, m in base.named_modules() if class_of(m) in known]
+
+
+def lists_of(base: torch.nn.Module, attention: list[tuple[str, torch.nn.Module]]) -> dict[str, int]:
+    """The lists of layers that the attention modules lie in: how many layers each holds."""
+    lists = [(n, m) for n, m in base.named_modules() if isinstance(m, torch.nn.ModuleList)]
+    inside = [name for name, _ in attention]
+    return {n: len(m) for n, m in lists if any(name.startswith(f"{n}.") for name in inside)}
+
+
+def added_attention(patch: Patch, base: torch.nn.Module) -> list[str]:
+    """The attention modules that came into a patched model after apply.
+
+    All modules are looked through only if a list of layers holds fewer or more than it did.
+    """
+    for name, layers in patch.lists.items():
+        module: Optional[torch.nn.Module] = base
+        for part in name.split("."):
+            module = None if module is None else module._modules.get(part)
+        if module is None or len(module._modules) != layers:
+            break
+    else:
+        return []
+    ours = {id(site.module) for site in patch.sites}
+    found = attention_modules(base, patch.family, patch.span)
+    return [name for name, module in found if id(module) not in ours]
+
+
 def _attention(
     base: torch.nn.Module,
     family: Family,
@@ -195,8 +234,8 @@ def _attention(
     result: Detection,
 ) -> None:
     code = importlib.import_module(family.module)
-    known = {getattr(code, name) for name in span.classes if hasattr(code, name)}
-    result.attention = [(n, m) for n, m in base.named_modules() if class_of(m) in known]
+    known = _attention_classes(family, span)
+    result.attention = attention_modules(base, family, span)
     layers = getattr(config, "num_hidden_layers", None)
     if len(result.attention) != layers:
         names = sorted({type(m).__name__ for _, m in base.named_modules() if _mixes(m)})

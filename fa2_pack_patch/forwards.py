@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Optional
 
 import torch
 
 from . import kernels
 from .compat import is_compiling
+from .errors import PackingError
 from .graphs import UNREAD, eagerly
 from .interceptors import INTERCEPTORS, home_of, layers_of
 from .runs import CURRENT, Run
@@ -138,3 +139,21 @@ def owner_of(module: torch.nn.Module) -> str:
     if forward is None or isinstance(forward, PackedForward):
         forward = type(module).forward
     return home_of(forward)
+
+
+def layers_missed(missed: Sequence[Site], layers: int) -> PackingError:
+    """What a packed call raises in which attention layers did not run packed."""
+    first = missed[0]
+    head = (
+        f"{len(missed)} of {layers} attention layers did not run packed: "
+        f"{', '.join(s.label for s in missed[:4])}."
+    )
+    if in_place(first):
+        return PackingError(
+            f"{head} They were not called: taken out of the model, or left out by its config. "
+            "Call fa2_pack_patch.apply(model) again."
+        )
+    return PackingError(
+        f"{head} Their forward was replaced after apply (now {owner_of(first.module)}); the result "
+        "would mix examples. Apply fa2_pack_patch last."
+    )

@@ -9,9 +9,9 @@ import torch
 
 from .boundaries import Boundaries, read_boundaries
 from .compat import implementation_of, is_compiling
-from .detect import foreign_core, stock_core
+from .detect import added_attention, foreign_core, stock_core
 from .errors import PackingError
-from .forwards import HeadForward, in_place, owner_of
+from .forwards import HeadForward, in_place, layers_missed, owner_of
 from .graphs import UNREAD, UNREAD_ROPE, eagerly
 from .layout import PackedLayout
 from .prompts import check_prompts, may_be_prompted
@@ -32,6 +32,7 @@ from .reading import (
     to_host,
 )
 from .refusals import (
+    check_added,
     check_head,
     check_inputs,
     check_mask,
@@ -64,6 +65,8 @@ class ModelHook:
         self.pooled = pooled
         #: a wrapper (PEFT) around the model with the head, which wants varlen arguments too
         self.outer = outer
+        #: whether a token's label is predicted from the token before it: by a causal head
+        self.shifts_labels = False
 
     def __call__(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -90,7 +93,7 @@ class ModelHook:
         check_options(call, None, self.patch.config)
         check_mask(call.get("attention_mask"), rows, tokens)
         call["position_ids"] = self._carried(call.get("position_ids"), layout, rows, tokens)
-        if not self.base and self.patch.shifts_labels:
+        if self.shifts_labels:
             mask_labels(call, layout)
         call["use_cache"] = False
         if self.outer:
@@ -123,7 +126,7 @@ class ModelHook:
         run = self._run(call)
         if run is None:
             return None
-        self._still_whole(unseen=call["position_ids"] is not given)
+        self._still_whole(module, unseen=call["position_ids"] is not given)
         check_traced()
         if self.pooled is not None:
             raise PackingError(
@@ -166,13 +169,14 @@ class ModelHook:
             if run is not None and not run.done:
                 raise positions_kept(module)
 
-    def _still_whole(self, *, unseen: bool) -> None:
+    def _still_whole(self, model: torch.nn.Module, *, unseen: bool) -> None:
         """Nobody replaced what apply relies on; ``unseen`` if no head saw this call before."""
         patch = self.patch
         if patch.stale is not None:
             raise PackingError(f"{patch.stale}.")
         if not self.base:
             return
+        check_added(added_attention(patch, model))
         for edit in patch.edits if unseen else ():
             if isinstance(edit.value, HeadForward) and not edit.value.in_place():
                 raise PackingError(
@@ -345,7 +349,7 @@ class ModelHook:
             self._drop_mask(call)
         elif isinstance(mask, torch.Tensor):
             call["attention_mask"] = (mask != 0).to(mask.dtype)
-        if not self.base and self.patch.shifts_labels:
+        if self.shifts_labels:
             mask_labels(call, run.layout)
 
     def _drop_mask(self, call: dict[str, Any]) -> None:
@@ -385,11 +389,5 @@ class CountHook:
 
     def _count(self, run: Run, sites: Sequence[Site]) -> None:
         missed = [s for s in sites if s.index not in run.done]
-        if not missed:
-            return
-        raise PackingError(
-            f"{len(missed)} of {len(self.patch.sites)} attention layers did not run packed: "
-            f"{', '.join(s.label for s in missed[:4])}. Their forward was replaced after apply "
-            f"(now {owner_of(missed[0].module)}); the result would mix examples. Apply "
-            "fa2_pack_patch last."
-        )
+        if missed:
+            raise layers_missed(missed, len(self.patch.sites))

@@ -255,8 +255,8 @@ class Patch:
         self.mask_placeholder = compat.mask_placeholder(release)
         self.window_extra = (compat.flash_window_sees(1, release) or 1) - 1
         self._references: dict[str, tuple[Optional[Reference], bool]] = {}
-        #: whether a token's label is predicted from the token before it: not by per-token heads
-        self.shifts_labels = True
+        #: the lists of layers, by name, and how many each held when this was made
+        self.lists: dict[str, int] = {}
         #: None unless this model was unpickled where it cannot run packed, and then why
         self.stale: Optional[str] = None
         #: what the release's code called its attention by when that was last looked at

@@ -75,6 +75,19 @@ def positions_kept(module: torch.nn.Module) -> PackingError:
     )
 
 
+def check_added(attention: list[str]) -> None:
+    """Refuse a call of a model with attention modules that were not there at apply.
+
+    Raises:
+        PackingError: names the first of them.
+    """
+    if attention:
+        raise PackingError(
+            f"{attention[0]} is not of the layers that apply found, and would mix the examples "
+            f"(one of {len(attention)} that came later). Call fa2_pack_patch.apply(model) again."
+        )
+
+
 def check_traced() -> None:
     """Refuse ``torch.jit.trace``, which would keep this call's examples for every later one.
 
