@@ -13,7 +13,8 @@ from .compat import is_compiling
 from .errors import PackingError
 from .graphs import UNREAD, eagerly
 from .interceptors import INTERCEPTORS, home_of, layers_of
-from .runs import CURRENT, Run
+from .refusals import check_unseen
+from .runs import CURRENT, Run, entered, in_backward
 
 if TYPE_CHECKING:
     from .hooks import ModelHook
@@ -110,6 +111,8 @@ class PackedForward:
         if position_ids is not None:
             run = self._run(position_ids, args[0] if args else kwargs.get("hidden_states"))
         if run is None:
+            if position_ids is not None and not entered(site.patch) and not in_backward():
+                check_unseen(site.label, position_ids)
             if self.before is not None:
                 return self.before(*args, **kwargs)
             return type(site.module).forward(site.module, *args, **kwargs)
@@ -148,7 +151,7 @@ def layers_missed(missed: Sequence[Site], layers: int) -> PackingError:
         f"{len(missed)} of {layers} attention layers did not run packed: "
         f"{', '.join(s.label for s in missed[:4])}."
     )
-    if in_place(first):
+    if in_place(first) and owner_of(first.module).startswith("transformers."):
         return PackingError(
             f"{head} They were not called: taken out of the model, or left out by its config. "
             "Call fa2_pack_patch.apply(model) again."

@@ -41,7 +41,7 @@ from .refusals import (
     positions_kept,
 )
 from .rope import check_lengths
-from .runs import Run
+from .runs import Run, enter, leave
 from .targets import has_labels, mask_labels
 from .tensors import check_position_ids, mapped_over, quote, upload
 from .varlen import VarlenLayout
@@ -118,6 +118,7 @@ class ModelHook:
                 "nn.DataParallel copied this model, and its copies would run on the weights of the "
                 "first device; use DistributedDataParallel, or fa2_pack_patch.revert(model) first."
             )
+        enter(self.patch)
         call = by_name(module, args, kwargs)
         self.patch.traced = None  # of a compiled call that did not end
         if not self.outer:
@@ -379,6 +380,7 @@ class CountHook:
             self._check(kwargs, output)
 
     def _check(self, kwargs: dict[str, Any], output: Any) -> None:
+        leave(self.patch)
         position_ids = kwargs.get("position_ids")
         if not isinstance(position_ids, torch.Tensor):
             return

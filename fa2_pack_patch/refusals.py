@@ -12,7 +12,7 @@ import torch
 from .errors import PackingError
 from .layout import PackedLayout
 from .reading import cache_of, fits
-from .tensors import describe, quote
+from .tensors import describe, holds_integers, mapped_over, quote
 
 _LABELS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _FOREIGN = ("head_mask", "encoder_hidden_states", "encoder_attention_mask")
@@ -85,6 +85,28 @@ def check_added(attention: list[str]) -> None:
         raise PackingError(
             f"{attention[0]} is not of the layers that apply found, and would mix the examples "
             f"(one of {len(attention)} that came later). Call fa2_pack_patch.apply(model) again."
+        )
+
+
+def check_unseen(label: str, position_ids: torch.Tensor) -> None:
+    """Refuse an attention layer's packed call that the base model's hooks did not see.
+
+    Only whole examples side by side are told here, of two tokens or more; positions of padding,
+    which stand still, say nothing without their mask.
+
+    Raises:
+        PackingError: says what to call instead.
+    """
+    if not isinstance(position_ids, torch.Tensor) or not holds_integers(position_ids):
+        return
+    if position_ids.dim() != 2 or position_ids.shape[1] < 4 or mapped_over(position_ids):
+        return
+    rises = position_ids[:, 1:] > position_ids[:, :-1]
+    if bool((rises[:, :-2] & ~rises[:, 1:-1] & rises[:, 2:]).any()):
+        raise PackingError(
+            f"{label} was given position_ids that start anew ({quote(position_ids[0])}), but the "
+            "base model was not called, only its forward or its layers, so nobody read where the "
+            "examples are. Call the model itself: model(...), not model.forward(...)."
         )
 
 

@@ -41,6 +41,25 @@ def current(patch: Patch) -> Optional[Run]:
     return patch.traced if run is None else run
 
 
+#: The patched models of which a hook has seen the call that this thread is in.
+_ENTERED = threading.local()
+
+
+def enter(patch: Patch) -> None:
+    """Note that a hook sees a call, of the base model or of a model around it."""
+    if not hasattr(_ENTERED, "patches"):
+        _ENTERED.patches = set()
+    _ENTERED.patches.add(id(patch))
+
+
+def leave(patch: Patch) -> None:
+    getattr(_ENTERED, "patches", set()).discard(id(patch))
+
+
+def entered(patch: Patch) -> bool:
+    return id(patch) in getattr(_ENTERED, "patches", ())
+
+
 class Run:
     """The layout of one forward, and which attention layers have run with it."""
 

@@ -350,6 +350,28 @@ def test_a_head_that_keeps_the_positions_to_itself(build: Build, family: str, na
                 model(**call.kwargs)
 
 
+@pytest.mark.parametrize("family", ["llama", "falcon_new"])
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_a_base_model_called_by_its_forward(
+    build: Build, packed: Call, family: str, implementation: str
+) -> None:
+    """Its hooks see nothing then: what is packed is refused, all else is what it was."""
+    model, stock = (build(family, implementation).base_model for _ in range(2))
+    fpp.apply(model)
+    with pytest.raises(fpp.PackingError, match=r"Call the model itself: model\(\.\.\.\)"):
+        model.forward(**packed.kwargs)
+    ids = packed.kwargs["input_ids"][:, :5]
+    mask = torch.ones_like(ids)
+    right, left = torch.tensor([[0, 1, 2, 1, 1]]), torch.tensor([[1, 1, 0, 1, 2]])
+    for positions, at in ((right, 3), (left, 0)):
+        padded = mask.clone()
+        padded[:, at : at + 2] = 0
+        call = {"input_ids": ids, "attention_mask": padded, "position_ids": positions}
+        with torch.no_grad():
+            found, wanted = model.forward(**call)[0], stock.forward(**call)[0]
+        assert torch.equal(found[padded > 0], wanted[padded > 0])
+
+
 def test_positional_arguments(build: Build, packed: Call) -> None:
     model, reference = build(), References(build())
     fpp.apply(model)
