@@ -126,6 +126,8 @@ class ModelHook:
         given = call.get("position_ids")
         run = self._run(call)
         if run is None:
+            if isinstance(given, torch.Tensor):
+                self.patch.runs.mark_plain(given)
             return None
         self._still_whole(module, unseen=call["position_ids"] is not given)
         check_traced()
@@ -386,6 +388,7 @@ class CountHook:
             return
         run = self.patch.runs.bound(position_ids, self.patch)
         if run is not None:
+            run.open = False
             self._count(run, self.patch.sites)
             self.patch.runs.keep(run, output)
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .patch import Patch
 
 _ATTRIBUTE = "_fa2_pack_patch_run"
+_PLAIN = "_fa2_pack_patch_plain"
 _KEPT = 128
 
 #: The run of the attention module that is executing, for interception points without position_ids.
@@ -77,6 +78,8 @@ class Run:
         self.longest = longest
         self.owner_id = id(owner)
         self.done: set[int] = set()
+        #: whether the forward itself is under way, not a recompute of it
+        self.open = True
         self._distinct: Optional[bool] = None
         self._sent: dict[torch.device, torch.Tensor] = {}
 
@@ -126,6 +129,11 @@ class Runs:
                 # Held, so that the address stays this tensor's own.
                 self._kept.append((position_ids.data_ptr(), position_ids, run))
 
+    def mark_plain(self, position_ids: torch.Tensor) -> None:
+        """The call of ``position_ids`` is not packed, whatever packed one has the same values."""
+        if self._weak and storages_keep_attributes() and position_ids.layout == torch.strided:
+            setattr(unwrapped(position_ids).untyped_storage(), _PLAIN, True)
+
     def bound(self, position_ids: torch.Tensor, owner: object) -> Optional[Run]:
         """The run of this very patched model that ``position_ids`` was bound to, or None."""
         run = self._by_storage(position_ids)
@@ -174,14 +182,18 @@ class Runs:
         # model's own copy, which is int64.
         if position_ids.dtype != torch.int64 or not holds_integers(position_ids):
             return None
+        if getattr(unwrapped(position_ids).untyped_storage(), _PLAIN, False):
+            return None
+        recompute = in_backward()
         with self._lock:
             alive = [run for run in self._weak if run.positions.shape == position_ids.shape]
+        alive = [run for run in alive if run.open or recompute]
         if not alive:
             return None
         host = position_ids.detach().cpu()
         same = [run for run in alive if not run.positions.is_meta]
         same = [run for run in same if torch.equal(run.positions.cpu(), host)]
-        if not in_backward():  # a layer that is missing from its forward is noticed at the end
+        if not recompute:  # a layer that is missing from its forward is noticed at the end
             same = [run for run in same if run.distinct]
         if not same:
             return None

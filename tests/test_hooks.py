@@ -154,11 +154,14 @@ def test_offloaded_positions_that_do_not_tell_the_examples_are_refused(build: Bu
         loss.backward()
 
 
-def test_one_token_with_the_positions_of_a_call_in_flight(build: Build) -> None:
+def test_one_token_with_the_positions_of_a_call_in_flight(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is not packed, whatever its positions are: a packed call has one for each token."""
     model = build("llama", "eager").train()
     fpp.apply(model)
     kept = model(input_ids=torch.tensor([[3, 5]]), position_ids=torch.tensor([[0, 0]]))
+    monkeypatch.setattr(fpp.runs, "in_backward", lambda: True)
     runs, moved = model.model._fa2_pack_patch.runs, torch.tensor([[0, 0]])
     assert runs.find(moved, torch.zeros(1, 1, 8)) is None
     assert runs.find(moved.to(torch.uint16), torch.zeros(1, 2, 8)) is None  # no copy of ours
@@ -167,21 +170,43 @@ def test_one_token_with_the_positions_of_a_call_in_flight(build: Build) -> None:
 
 
 def test_moved_positions_lead_to_their_layout(build: Build, packed: Call) -> None:
-    """Offloading frameworks give a recompute other tensors of the same values."""
+    """Layers on several devices are given other tensors of the same values."""
     model = build("llama", "sdpa")
     fpp.apply(model)
-    attention = model.model.layers[1].self_attn
-    seen: dict[str, Any] = {}
+    out = model(**packed.kwargs).logits
 
-    def keep(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        seen.update(args=args, kwargs=kwargs, output=output[0])
+    def elsewhere(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        return args, {**kwargs, "position_ids": kwargs["position_ids"].clone()}
 
-    handle = attention.register_forward_hook(keep, with_kwargs=True)
-    out = model(**packed.kwargs)
+    handle = model.model.layers[1].self_attn.register_forward_pre_hook(elsewhere, with_kwargs=True)
+    assert torch.equal(model(**packed.kwargs).logits, out)
     handle.remove()
-    moved = {**seen["kwargs"], "position_ids": seen["kwargs"]["position_ids"].clone()}
-    again = attention(*seen["args"], **moved)[0]
-    assert torch.equal(again, seen["output"]) and out.logits.requires_grad
+    fpp.revert(model)
+    assert not torch.allclose(model(**packed.kwargs).logits, out, atol=1e-3)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_plain_call_with_the_positions_of_a_packed_one(build: Build, reentrant: bool) -> None:
+    """In flight with it: found by value, it was packed too, as were its recomputes."""
+    model, stock = build("llama", "eager").train(), build("llama", "eager").train()
+    ids, positions = torch.tensor([[3, 5, 7, 9]]), torch.tensor([[0, 1, 2, 0]])
+    plain = {"input_ids": ids, "attention_mask": torch.tensor([[1, 1, 1, 0]])}
+    fpp.apply(model)
+    found = []
+    for tree in (stock, model):
+        tree.gradient_checkpointing_enable(
+            gradient_checkpointing_kwargs={"use_reentrant": reentrant}
+        )
+        tree.enable_input_require_grads()
+        out = tree(**plain, position_ids=positions.clone(), use_cache=False).logits
+        if tree is model:
+            kept = tree(input_ids=ids, position_ids=positions.clone(), use_cache=False).logits
+            out = tree(**plain, position_ids=positions.clone(), use_cache=False).logits
+        out[:, 2:].square().sum().backward()
+        found.append((out, tree.model.layers[0].self_attn.q_proj.weight.grad))
+    assert kept.requires_grad
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.allclose(found[0][1], found[1][1], atol=1e-5)
 
 
 def test_a_run_is_one_model_s_own(build: Build, packed: Call) -> None:
