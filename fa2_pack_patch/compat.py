@@ -150,6 +150,9 @@ def _never() -> bool:
 #: Whether Dynamo is tracing this very call.
 is_compiling: Callable[[], bool] = getattr(torch.compiler, "is_dynamo_compiling", _never)
 
+#: Whether torch.export is at work (torch 2.7 and later say so).
+is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", _never)
+
 
 @lru_cache(maxsize=1)
 def storages_keep_attributes() -> bool:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Optional
 import torch
 
 from . import kernels
-from .compat import is_compiling
+from .compat import is_compiling, is_exporting
 from .errors import PackingError
 from .graphs import UNREAD, eagerly
 from .interceptors import INTERCEPTORS, home_of, layers_of
@@ -38,6 +38,11 @@ class HeadForward:
     def __signature__(self) -> inspect.Signature:
         """Trainer and ``generate`` ask a model's forward for its arguments."""
         return inspect.signature(self._stock())
+
+    @property
+    def __code__(self) -> Any:
+        """``torch.export`` asks a model's forward for the place of its code."""
+        return self._stock().__code__
 
     def _stock(self) -> Callable[..., Any]:
         if self.before is not None:
@@ -84,11 +89,13 @@ class PackedForward:
         self.traceable = self._traceable()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if is_compiling() and self.site.patch.traced is not None:
+            if kwargs.get("attention_mask") is not None:
+                kwargs["attention_mask"] = None
+            return self.traceable(self.site.module, *args, **kwargs)
+        if is_exporting() and self.before is None:  # the model's hook let it pass
+            return type(self.site.module).forward(self.site.module, *args, **kwargs)
         if is_compiling():
-            if self.site.patch.traced is not None:
-                if kwargs.get("attention_mask") is not None:
-                    kwargs["attention_mask"] = None
-                return self.traceable(self.site.module, *args, **kwargs)
             return eagerly(UNREAD, self._forward, *args, **kwargs)
         return self._forward(*args, **kwargs)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Optional
 import torch
 
 from .boundaries import Boundaries, read_boundaries
-from .compat import implementation_of, is_compiling
+from .compat import implementation_of, is_compiling, is_exporting
 from .detect import added_attention, foreign_core, stock_core
 from .errors import PackingError
 from .forwards import HeadForward, in_place, layers_missed, owner_of
@@ -33,6 +33,7 @@ from .reading import (
 )
 from .refusals import (
     check_added,
+    check_exported,
     check_head,
     check_inputs,
     check_mask,
@@ -71,6 +72,8 @@ class ModelHook:
     def __call__(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Optional[tuple[tuple[Any, ...], dict[str, Any]]]:
+        if is_exporting() and check_exported(by_name(module, args, kwargs)):
+            return None
         if is_compiling():
             call = by_name(module, args, kwargs)
             why = UNREAD if self.patch.rope is None else UNREAD_ROPE
@@ -376,9 +379,9 @@ class CountHook:
             self.patch.traced = None
             # Layers in a graph are not counted, so that it stays whole: they are ours or not.
             self._count(run, [s for s in self.patch.sites if not in_place(s)])
-        elif is_compiling():
+        elif is_compiling() and not is_exporting():
             eagerly(UNREAD, self._check, kwargs, output)
-        else:
+        elif not is_exporting():
             self._check(kwargs, output)
 
     def _check(self, kwargs: dict[str, Any], output: Any) -> None:

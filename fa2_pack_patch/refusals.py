@@ -11,7 +11,7 @@ import torch
 
 from .errors import PackingError
 from .layout import PackedLayout
-from .reading import cache_of, fits
+from .reading import VARLEN, cache_of, fits, handed_over, may_be_segments
 from .tensors import describe, holds_integers, mapped_over, quote
 
 _LABELS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -108,6 +108,29 @@ def check_unseen(label: str, position_ids: torch.Tensor) -> None:
             "base model was not called, only its forward or its layers, so nobody read where the "
             "examples are. Call the model itself: model(...), not model.forward(...)."
         )
+
+
+def check_exported(call: Mapping[str, Any]) -> bool:
+    """Refuse ``torch.export`` of a call that could be packed: there are no values to read.
+
+    Returns:
+        True where it cannot be packed, False where its lengths need no reading.
+
+    Raises:
+        PackingError: names what would have to be read.
+    """
+    if handed_over(call):
+        return False
+    names = ("position_ids", *VARLEN)
+    given = [name for name in names if call.get(name) is not None]
+    if may_be_segments(call.get("attention_mask")):
+        given.append("attention_mask")
+    if given:
+        raise PackingError(
+            f"torch.export cannot tell by {', '.join(given)} whether this call is packed. Call "
+            "fa2_pack_patch.revert(model) before it and apply after; or leave them out."
+        )
+    return True
 
 
 def check_traced() -> None:

@@ -123,3 +123,41 @@ def test_a_traced_packed_call_is_refused(build: Build, packed: Call) -> None:
     fpp.apply(model)
     with pytest.raises(fpp.PackingError, match=r"torch\.jit\.trace would keep"):
         torch.jit.trace(model, example_kwarg_inputs=packed.kwargs)
+
+
+exports = pytest.mark.skipif(
+    not hasattr(torch.compiler, "is_exporting"), reason="torch does not say that it exports"
+)
+
+
+def exported(model: Any, strict: bool, kwargs: dict[str, Any]) -> Any:
+    torch._dynamo.reset()
+    return torch.export.export(model, (), {**kwargs, "use_cache": False}, strict=strict)
+
+
+@exports
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("strict", [True, False])
+def test_export_is_as_before(build: Build, packed: Call, strict: bool) -> None:
+    kwargs = {"input_ids": packed.kwargs["input_ids"]}
+    model = build()
+    try:
+        exported(model, strict, kwargs)
+    except Exception as error:  # whatever this release's own code does
+        pytest.skip(f"stock is not exported: {type(error).__name__}")
+    fpp.apply(model)
+    module = exported(model, strict, kwargs).module()
+    with torch.no_grad():
+        found = module(**kwargs, use_cache=False).logits
+        assert torch.allclose(found, model(**kwargs).logits, atol=LIMIT)
+
+
+@exports
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("strict", [True, False])
+def test_export_of_what_may_be_packed_is_refused(build: Build, packed: Call, strict: bool) -> None:
+    model = build()
+    fpp.apply(model)
+    with pytest.raises(Exception, match="torch.export cannot tell by position_ids") as caught:
+        exported(model, strict, packed.kwargs)
+    assert strict or isinstance(caught.value, fpp.PackingError)
