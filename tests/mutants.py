@@ -154,8 +154,8 @@ MUTANTS = [
     ),
     _n(
         "a layer is skipped", "forwards.py",
-        "        if run is None:\n            if self.before",
-        "        if run is None or site.index == 1:\n            if self.before",
+        "        if run is None:\n            if position_ids",
+        "        if run is None or site.index == 1:\n            if position_ids",
         "one layer mixes examples",
     ),
     _o("missed layers are not counted", "hooks.py", "missed = ", "missed = [] and ", _REFUSAL),
