@@ -79,9 +79,10 @@ class PackedLayout:
         """
         try:
             counts = tuple(int(n) for n in lengths)
+            whole = all(n == m for n, m in zip(counts, lengths))
         except (TypeError, ValueError, OverflowError, RuntimeError):  # nan, infinity, no numbers
-            counts, lengths = (), [lengths]  # type: ignore[list-item]
-        if not counts or any(n < 1 for n in counts) or any(n != m for n, m in zip(counts, lengths)):
+            counts, whole, lengths = (), False, [lengths]  # type: ignore[list-item]
+        if not counts or not whole or any(n < 1 for n in counts):
             raise PackingError(
                 f"lengths must be one or more positive integers, got {quote(list(lengths))}; "
                 "leave out empty examples."

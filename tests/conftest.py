@@ -11,11 +11,16 @@ from unittest import mock
 
 import pytest
 import torch
+from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.matrix import models
 from tests.matrix.kinds import TWO, Call, _positions
+
+# The same examples in every run; HYPOTHESIS_RANDOM=1 looks for new ones.
+settings.register_profile("fixed", derandomize=not os.environ.get("HYPOTHESIS_RANDOM"))
+settings.load_profile("fixed")
 
 
 @pytest.fixture(autouse=True)

@@ -188,3 +188,8 @@ def test_layouts_of_the_same_examples_are_equal() -> None:
 def test_the_last_tokens_of_padding_alone_are_none() -> None:
     layout = PackedLayout.from_lengths([3], padding=[True])
     assert layout.gather_last(torch.zeros(3, 2)).shape == (0, 2)
+
+
+def test_sparse_lengths_are_refused() -> None:
+    with pytest.raises(PackingError, match="lengths must be one or more positive integers"):
+        PackedLayout.from_lengths(torch.tensor([3, 5]).to_sparse())
