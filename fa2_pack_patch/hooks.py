@@ -50,6 +50,9 @@ from .varlen import VarlenLayout
 if TYPE_CHECKING:
     from .patch import Patch, Site
 
+#: Devices on which nothing is gained by not reading lengths, or which have none to doubt later.
+_READ = ("cpu", "meta")
+
 
 class ModelHook:
     """Forward pre-hook (with keywords): is this call packed, and where are its examples?
@@ -222,7 +225,12 @@ class ModelHook:
         if varlen and from_generate(call, varlen, self.patch.release):
             varlen = {}
         known = self.patch.explicit_seen and self.patch.rope is None
-        if varlen and known and inputs.device.type != "cpu" and handed_over(call, inputs.device):
+        if (
+            varlen
+            and known
+            and inputs.device.type not in _READ
+            and handed_over(call, inputs.device)
+        ):
             return self._handed_over(call, position_ids, mask, rows, tokens)
         if not varlen:
             if rows * tokens == 0 or tokens == 1:

@@ -275,6 +275,15 @@ def test_lengths_that_hold_no_values(bench: Bench, name: str) -> None:
     assert "meta" in raised(bench, **{**LENGTHS, name: given})
 
 
+def test_all_lengths_on_meta_after_a_call_with_lengths(bench: Bench) -> None:
+    """They were left to be checked at the next call, which cannot read them either."""
+    model = bench.patched["causal"]
+    model(input_ids=ROWS, **LENGTHS)
+    moved = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in LENGTHS.items()}
+    assert "meta" in raised(bench, input_ids=ROWS.to("meta"), **moved)
+    ends(bench, "right", position_ids=RESETS)
+
+
 def test_positions_that_hold_no_values_are_the_models_business(bench: Bench) -> None:
     call = {"position_ids": RESETS.to("meta"), "attention_mask": torch.ones(1, 8)}
     ends(bench, "no values", **call)
