@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Optional
 
 import torch
 
-from .batches import Batch, Piece
+from .batches import Piece
 from .probe import Probe
 
 #: Gradients by name: ``embeddings`` per example, and a sketch of each parameter's.
@@ -76,16 +77,12 @@ def loss_of(out: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     return (out.to(wide) * weights.to(out.device)).sum()
 
 
-def losses(out: torch.Tensor, batch: Batch, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [loss_of(out[p.place], w) for p, w in zip(batch.pieces, weights)]
-
-
 def trained(probe: Probe) -> dict[str, torch.nn.Parameter]:
-    """The parameters whose gradients can be compared."""
+    """The parameters whose gradients can be compared: DeepSpeed's ZeRO-3 keeps its own."""
     return {
         n: p
         for n, p in probe.reference.named_parameters()
-        if p.requires_grad and p.numel() and p.device.type != "meta"
+        if p.requires_grad and p.numel() and p.device.type != "meta" and not hasattr(p, "ds_id")
     }
 
 
@@ -110,20 +107,59 @@ def sketches(
     return found
 
 
+def gradients(probe: Probe, loss: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Gradients]:
+    """Of the embeddings ``(rows, T, width)`` that enter the model in ``loss``, and of parameters.
+
+    Under FSDP there is no other way to those of parameters than a backward: every ``.grad`` is None
+    before it (:func:`~fa2_pack_patch.probe.undisturbed` has set them aside) and after it.
+    """
+    with embedded(probe) as seen:
+        value = loss()
+        if probe.fsdp:
+            seen[-1].retain_grad()
+            value.backward()  # type: ignore[no-untyped-call]
+            parameters = trained(probe)
+            found = [seen[-1].grad, *(_local(p.grad) for p in parameters.values())]
+            for parameter in probe.model.parameters():
+                parameter.grad = None
+        else:
+            parameters = trained(probe)
+            inputs = [seen[-1], *parameters.values()]
+            found = list(torch.autograd.grad(value, inputs, allow_unused=True))
+    assert found[0] is not None
+    return found[0].detach(), sketches(list(parameters), found[1:])
+
+
+def of_inputs(probe: Probe, loss: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """Of the embeddings alone."""
+    if probe.fsdp:
+        return gradients(probe, loss)[0]
+    with embedded(probe) as seen:
+        (found,) = torch.autograd.grad(loss(), seen[-1])
+    return found.detach()
+
+
+def _local(gradient: Any) -> Optional[torch.Tensor]:
+    """This rank's shard of a gradient."""
+    if gradient is None:
+        return None
+    local: torch.Tensor = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+    return local if local.numel() else None
+
+
 def gradients_alone(
     probe: Probe, pieces: Sequence[Piece], weights: Sequence[torch.Tensor]
 ) -> tuple[list[torch.Tensor], Gradients]:
     """Of each example by itself: of its embeddings, and summed over all, of each parameter."""
-    parameters = trained(probe)
     tokens: list[torch.Tensor] = []
     total: Gradients = {}
     for piece, weight in zip(pieces, weights):
-        with embedded(probe) as seen:
-            loss = loss_of(probe.alone(piece), weight)
-            inputs = [seen[-1], *parameters.values()]
-            found = torch.autograd.grad(loss, inputs, allow_unused=True)
-        assert found[0] is not None
-        tokens.append(found[0][0][: len(piece.ids)].detach().cpu())
-        for name, sketch in sketches(list(parameters), found[1:]).items():
+        found, parameters = gradients(probe, partial(_loss_alone, probe, piece, weight))
+        tokens.append(found[0][: len(piece.ids)].cpu())
+        for name, sketch in parameters.items():
             total[name] = total[name] + sketch if name in total else sketch
     return tokens, total
+
+
+def _loss_alone(probe: Probe, piece: Piece, weights: torch.Tensor) -> torch.Tensor:
+    return loss_of(probe.alone(piece), weights)

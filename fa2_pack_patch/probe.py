@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -10,13 +11,15 @@ from typing import Any, Callable, Optional
 import torch
 
 from .batches import Batch, Piece
-from .detect import find_base
+from .detect import around, find_base, is_pretrained
 from .errors import UnsupportedModelError
 from .hooks import CountHook, ModelHook
 from .patch import ATTRIBUTE, Patch
 from .registry import Family
 from .runs import Run, Runs
 
+#: They exchange buffers and gradients at each call; the model inside is proved by itself.
+_AROUND = ("DistributedDataParallel", "DeepSpeedEngine")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _PLAIN = (torch.Tensor, int, float, bool, str, type(None))
 
@@ -41,7 +44,9 @@ class Probe:
         Raises:
             UnsupportedModelError: no language model of a known family in it, or several.
         """
-        bases = find_base(model)
+        outside, bases = around(model), find_base(model)
+        if outside.reasons:
+            raise UnsupportedModelError(outside.subject, outside.reasons)
         if len(bases) != 1:
             raise UnsupportedModelError(
                 type(model).__name__,
@@ -49,10 +54,11 @@ class Probe:
             )
         _, base, family = bases[0]
         call = model
-        while type(call).__name__ in ("DistributedDataParallel", "DataParallel"):
+        while type(call).__name__ in _AROUND:
             call = call.module  # type: ignore[assignment]
         if any(type(m).__name__ in family.pooled for m in model.modules()):
             call = base
+        _check_call(call)
         embedding = base.get_input_embeddings()  # type: ignore[operator]
         patch = base.__dict__.get(ATTRIBUTE)
         return cls(
@@ -66,12 +72,23 @@ class Probe:
         )
 
     @property
+    def sharded(self) -> bool:
+        """Whether parameters are shards (FSDP, ZeRO-3): a call of one rank is one of all."""
+        shards = any(hasattr(p, "ds_id") for p in self.model.parameters())
+        return shards or self.fsdp
+
+    @property
+    def fsdp(self) -> bool:
+        """Whether a backward alone gives gradients of parameters, to the shards (FSDP1, FSDP2)."""
+        return any(is_fsdp(module) for module in self.model.modules())
+
+    @property
     def layers(self) -> int:
         return int(self.base.config.num_hidden_layers)  # type: ignore[union-attr,arg-type]
 
     def packed(self, batch: Batch, **changed: torch.Tensor) -> torch.Tensor:
         """``(rows, T, width)``: logits, or hidden states of a bare base model."""
-        return _output(self.call(batch, **changed))
+        return _output(self.model, self.call(batch, **changed))
 
     def call(self, batch: Batch, **changed: torch.Tensor) -> Any:
         """What the model returns of a packed call."""
@@ -79,11 +96,11 @@ class Probe:
 
     def alone(self, piece: Piece) -> torch.Tensor:
         """``(length, width)`` of one example by itself, as before :func:`fa2_pack_patch.apply`."""
-        return _output(self.call_alone(piece))[0][: len(piece.ids)]
+        return _output(self.reference, self.call_alone(piece))[0][: len(piece.ids)]
 
     def unpacked(self, piece: Piece) -> torch.Tensor:
         """The same with the patch in place, which must make nothing of it."""
-        return _output(self._single(piece))[0][: len(piece.ids)]
+        return _output(self.reference, self._single(piece))[0][: len(piece.ids)]
 
     def call_alone(self, piece: Piece, **more: torch.Tensor) -> Any:
         """What the model returns of one example by itself, as before apply."""
@@ -121,7 +138,8 @@ class Probe:
         ids = batch.kwargs["input_ids"].to(self.device)
         rows = torch.arange(ids.shape[1], device=self.device).expand(ids.shape)
         with stock(self):
-            out = _output(self.reference(input_ids=ids, position_ids=rows, use_cache=False))
+            out = self.reference(input_ids=ids, position_ids=rows, use_cache=False)
+        out = _output(self.reference, out)
         return [out[p.place] for p in batch.pieces]
 
     @contextmanager
@@ -190,13 +208,67 @@ def _device(base: torch.nn.Module, embedding: torch.nn.Module) -> torch.device:
     return next(real, torch.device("cpu"))
 
 
-def _output(out: Any) -> torch.Tensor:
-    for name in ("logits", "last_hidden_state"):
-        found = getattr(out, name, None)
-        if isinstance(found, torch.Tensor):
+def _check_call(model: torch.nn.Module) -> None:
+    """Refuse what is not called as a model is (a LightningModule, a training step of one's own).
+
+    Raises:
+        UnsupportedModelError: names it, and the model inside it.
+    """
+    parameters = inspect.signature(type(model).forward).parameters
+    variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    if "input_ids" in parameters or any(p.kind in variable for p in parameters.values()):
+        return
+    raise UnsupportedModelError(type(model).__name__, [_not_called(model, "takes no input_ids")])
+
+
+def _not_called(model: torch.nn.Module, what: str) -> str:
+    inside = next((name for name, m in model.named_modules() if name and is_pretrained(m)), "")
+    advice = f"verify its model.{inside} instead" if inside else "verify the model inside it"
+    return f"the forward of {type(model).__qualname__} {what}, so it cannot be proved; {advice}"
+
+
+def _output(model: torch.nn.Module, out: Any) -> torch.Tensor:
+    """``(rows, tokens, width)``, of what a call of ``model`` returned.
+
+    Raises:
+        UnsupportedModelError: there is no such thing in it.
+    """
+    named = [getattr(out, name, None) for name in ("logits", "last_hidden_state")]
+    first = out[:1] if isinstance(out, (tuple, list)) else (out,)
+    for found in (*named, *first):
+        if isinstance(found, torch.Tensor) and found.dim() == 3:
             return found
-    assert isinstance(out[0], torch.Tensor)
-    return out[0]
+    what = f"gives {type(out).__name__}, neither logits nor last_hidden_state (rows, tokens, width)"
+    raise UnsupportedModelError(type(model).__name__, [_not_called(model, what)])
+
+
+def is_fsdp(module: torch.nn.Module) -> bool:
+    """Whether a module is what FSDP1 puts around one, or FSDP2 makes of one."""
+    names = {c.__name__ for c in type(module).__mro__}
+    return not names.isdisjoint({"FullyShardedDataParallel", "FSDPModule"})
+
+
+@contextmanager
+def _shards(model: torch.nn.Module) -> Iterator[None]:
+    """Inside, no parameter of an FSDP model has a gradient; after, all is sharded as before."""
+    fsdp = [m for m in model.modules() if is_fsdp(m)]
+    sharded = [m for m in fsdp if hasattr(m, "reshard") and not _whole(m)]
+    before = [(p, p.grad) for p in model.parameters()] if fsdp else []
+    for parameter, _ in before:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for module in sharded:
+            if _whole(module):
+                module.reshard()  # type: ignore[operator]
+        for parameter, gradient in before:
+            parameter.grad = gradient
+
+
+def _whole(module: torch.nn.Module) -> bool:
+    """Whether FSDP2 has gathered a parameter in ``module``."""
+    return any(not hasattr(p, "to_local") for p in module.parameters())
 
 
 @contextmanager
@@ -207,7 +279,7 @@ def undisturbed(model: torch.nn.Module) -> Iterator[None]:
     own = [m for m in model.modules() if type(m).__module__.startswith("transformers.")]
     before = [(m, dict(m.__dict__), dict(m._buffers)) for m in own]
     try:
-        with torch.random.fork_rng(devices=range(cuda)):
+        with torch.random.fork_rng(devices=range(cuda)), _shards(model):
             for module, _ in training:
                 module.training = False
             yield

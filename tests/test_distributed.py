@@ -51,6 +51,8 @@ def _cases(wrapper: str) -> list[Case]:
         Case(wrapper, other, checkpoint="reentrant"),
         Case(wrapper, tied, checkpoint="wrapper"),
         Case(wrapper, apply="after"),
+        Case(wrapper, proof=True),
+        Case(wrapper, apply="after", checkpoint="model", proof=True),
     ]
     if not wrapper.startswith("zero"):  # DeepSpeed exchanges gradients in its own way
         found += [
@@ -70,8 +72,9 @@ def _try(wrapper: str) -> dict[str, list[Any]] | launch.RunFailed:
     cases = [*_cases(wrapper), Case(wrapper, apply="never")]
     jobs = [case.job() for case in cases]
     jobs.append(("epochs", {"wrapper": wrapper, "capacity": CAPACITY}))
+    jobs.append(("doubted", {"wrapper": wrapper}))
     try:
-        return dict(zip([*map(str, cases), "epochs"], launch.launch(jobs)))
+        return dict(zip([*map(str, cases), "epochs", "doubted"], launch.launch(jobs)))
     except launch.RunFailed as fault:  # kept too: a hang takes its time once
         return fault
 
@@ -118,6 +121,21 @@ def test_losses_gradients_and_weights(case: Case) -> None:
     assert _difference(first["gradients"], one["gradients"]) < LIMIT
     assert _difference(first["weights"], one["weights"]) < LIMIT
     assert max(float(g.abs().max()) for g in one["gradients"].values()) > 1000 * LIMIT
+    for rank in (first, second):
+        assert len(rank["proofs"]) == (1 + len(parts.STEPS) if case.proof else 0)
+        for proof in rank["proofs"]:
+            assert "verify: passed" in proof and "gradients of inputs" in proof, proof
+            assert ("gradients of parameters" in proof) == (case.wrapper != "zero3"), proof
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_proofs_that_fail_end_on_all_ranks(wrapper: str) -> None:
+    for rank in _runs(wrapper)["doubted"]:
+        assert "verify: FAILED" in rank["unpatched"]
+        if wrapper in ("ddp", "zero2"):  # each rank has the whole model
+            assert "verify: passed" in rank["others"]
+        else:
+            assert "rank 1 has [2, 2, 2]" in rank["others"], rank["others"]
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)

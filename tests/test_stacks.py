@@ -7,6 +7,7 @@ import importlib
 import inspect
 import itertools
 import os
+import re
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -450,6 +451,19 @@ def test_packed_is_separate(build: Build, stack: Stack, order: str) -> None:
     assert differ(model.eval(), call, want) > LIMIT
     with torch.no_grad():
         assert torch.equal(model(**plain).logits, alone.eval()(**plain).logits)
+
+
+@pytest.mark.parametrize("order", ["never", *ORDERS])
+@pytest.mark.parametrize("stack", STACKS, ids=lambda s: s.name)
+def test_verify(build: Build, stack: Stack, order: str) -> None:
+    """True where packing is in force, however the model was changed, and where it is not false."""
+    model = build_stack(build, stack, order)
+    with stack.around():
+        report = fpp.verify(model)
+    refused = stack.refused is not None and order == "apply first"
+    assert report.passed == (order != "never" and not refused), str(report)
+    if refused:
+        assert re.search(str(stack.refused), str(report))
 
 
 @pytest.mark.parametrize("order", ORDERS)

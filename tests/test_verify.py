@@ -303,6 +303,14 @@ def test_own_examples(build: Build, packed: Call) -> None:
     assert "logits, your batch" in {c.name for c in report.checks}
 
 
+def test_examples_that_prove_nothing(build: Build) -> None:
+    model = build()
+    fpp.apply(model)
+    report = fpp.verify(model, examples=[[7] * 3, [7] * 4])
+    assert failed(report) == {"tolerance against mixing, your examples"}
+    assert "they prove nothing; give others" in str(report)
+
+
 def test_own_batches_of_every_kind(build: Build) -> None:
     from tests.matrix.kinds import KINDS
 
@@ -350,6 +358,82 @@ def test_wrapped_models(build: Build) -> None:
         report = fpp.verify(wrapped)
         assert report.passed, str(report)
     assert fpp.verify(copy.deepcopy(model))
+
+
+class DeepSpeedEngine(torch.nn.Module):
+    """As DeepSpeed's: it wants to be told of every backward of what its forward gives."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("not to be called: its next step would hang")
+
+
+class Engine(torch.nn.Module):
+    """Somebody's wrapper that hands all arguments on."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.net = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.net(*args, **kwargs)
+
+
+class Tuple(Engine):
+    """One that unpacks the outputs."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.net(*args, **kwargs).to_tuple()
+
+
+class LossAlone(Engine):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.net(*args, **kwargs).logits.sum()
+
+
+class TrainingStep(Engine):
+    def forward(self, batch: Any) -> Any:
+        return self.net(**batch)
+
+
+def compiled(model: torch.nn.Module) -> torch.nn.Module:
+    torch._dynamo.reset()
+    return torch.compile(model, backend="eager", dynamic=True)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("wrap", [DeepSpeedEngine, Engine, Tuple, compiled])
+def test_wrappers_that_are_looked_through(
+    build: Build, wrap: Callable[[torch.nn.Module], torch.nn.Module]
+) -> None:
+    model = build()
+    assert not fpp.verify(wrap(model))
+    fpp.apply(model)
+    report = fpp.verify(wrap(model))
+    assert report.passed, str(report)
+    after = wrap(build())
+    fpp.apply(after)
+    assert fpp.verify(after)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "says"),
+    [
+        (torch.nn.DataParallel, "DataParallel copies the model .* use DistributedDataParallel"),
+        (TrainingStep, "forward of TrainingStep takes no input_ids.*verify its model.net instead"),
+        (LossAlone, "forward of LossAlone gives Tensor, neither logits .*verify its model.net"),
+    ],
+)
+def test_wrappers_that_are_refused(
+    build: Build, wrap: Callable[[torch.nn.Module], torch.nn.Module], says: str
+) -> None:
+    model = build()
+    fpp.apply(model)
+    with pytest.raises(fpp.UnsupportedModelError, match=says):
+        fpp.verify(wrap(model))
+    assert fpp.verify(model)
 
 
 def test_an_offloaded_model(build: Build, tmp_path: Path) -> None:

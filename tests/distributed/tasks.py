@@ -36,6 +36,7 @@ class Case:
         apply: "before" or "after" wrapping, or "never", which also leaves positions out.
         backward: "each" micro-batch, "late" (gradients are exchanged with the last one only) or
             "once" (all forwards of a step come before the backward).
+        proof: ``verify`` before the first step, and where each has its gradients.
     """
 
     wrapper: str
@@ -43,9 +44,11 @@ class Case:
     checkpoint: str = "none"
     apply: str = "before"
     backward: str = "each"
+    proof: bool = False
 
     def __str__(self) -> str:
         rest = [self.checkpoint, f"apply {self.apply}", f"backward {self.backward}"]
+        rest += ["proof"] if self.proof else []
         usual = ["none", "apply before", "backward each"]
         return "-".join([self.wrapper, self.family, *(r for r in rest if r not in usual)])
 
@@ -61,8 +64,11 @@ def train(**given: Any) -> dict[str, Any]:
     micro_batches = [step[dist.get_rank()] for step in parts.STEPS]
     losses: list[float] = []
     gradients: dict[str, torch.Tensor] = {}
+    proofs = [fa2_pack_patch.verify(wrapped.model)] if case.proof else []
     for step in micro_batches:
         loss, found = _step(wrapped, step, case)
+        if case.proof:
+            proofs.append(fa2_pack_patch.verify(wrapped.model))
         losses.append(loss)
         gradients = gradients or found
         wrapped.step()
@@ -73,6 +79,7 @@ def train(**given: Any) -> dict[str, Any]:
         "gradients": gradients if kept else None,
         "weights": weights if kept else None,
         "applied": fa2_pack_patch.is_applied(wrapped.model),
+        "proofs": [str(proof) for proof in proofs],
     }
 
 
@@ -213,3 +220,17 @@ def accelerated(capacity: int) -> dict[str, Any]:
         total += float(loss.detach())
     gradients = {name_of(n): p.grad for n, p in model.named_parameters() if p.grad is not None}
     return {"held": held, "loss": total, "gradients": gradients}
+
+
+def doubted(wrapper: str) -> dict[str, Any]:
+    """Proofs that must not pass, or not begin: of a model without packing, of other examples."""
+    model = WRAPPERS[wrapper](parts.build("llama"), 1).model
+    found = {"unpatched": str(fa2_pack_patch.verify(model))}
+    fa2_pack_patch.apply(model, kernel="sdpa")
+    lengths = [[3, 4], [2, 2, 2]][dist.get_rank()]
+    try:
+        report = fa2_pack_patch.verify(model, examples=[list(range(5, 5 + n)) for n in lengths])
+        found["others"] = str(report)
+    except fa2_pack_patch.PackingError as error:
+        found["others"] = str(error)
+    return found
