@@ -225,12 +225,8 @@ class ModelHook:
         if varlen and from_generate(call, varlen, self.patch.release):
             varlen = {}
         known = self.patch.explicit_seen and self.patch.rope is None
-        if (
-            varlen
-            and known
-            and inputs.device.type not in _READ
-            and handed_over(call, inputs.device)
-        ):
+        known = known and inputs.device.type not in _READ
+        if varlen and known and handed_over(call, inputs.device):
             return self._handed_over(call, position_ids, mask, rows, tokens)
         if not varlen:
             if rows * tokens == 0 or tokens == 1:
