@@ -6,6 +6,8 @@ them by the hundred thousand. Here Hypothesis looks for small ones, and what the
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any, Optional
 
 import pytest
@@ -18,6 +20,7 @@ from fa2_pack_patch.boundaries import read_boundaries
 from fa2_pack_patch.reading import _bits, to_host
 from fa2_pack_patch.runs import CURRENT, Run
 from fa2_pack_patch.varlen import VarlenLayout
+from tests.fuzz import fuzz
 from tests.hostile.inputs import DTYPES, EXTREME, UNSIGNED, Cache, Hostile, hostile
 from tests.hostile.judge import Bench
 from tests.hostile.oracle import examples, verdict
@@ -54,6 +57,20 @@ def test_any_call_ends_right_or_in_our_error(bench: Bench, data: st.DataObject) 
     call = hostile(Drawn(data))
     outcome = bench.run(call)
     assert outcome.kind != "bad", (outcome.detail, call)
+
+
+def test_a_thousand_fuzzed_calls() -> None:
+    result = fuzz(1000, seed=2)
+    assert result["outcomes"].get("bad", 0) == 0, result["bad"]
+    for kind in ("right", "unchanged", "refused", "raises as stock", "no values"):
+        assert result["outcomes"][kind] > 10, result["outcomes"]
+
+
+def test_the_kept_result_is_of_a_hundred_thousand_calls() -> None:
+    kept = json.loads((Path(__file__).parent / "hostile" / "result.json").read_text())
+    assert kept["count"] >= 100_000
+    assert kept["outcomes"].get("bad", 0) == 0
+    assert sum(kept["outcomes"].values()) == kept["count"]
 
 
 @pytest.mark.parametrize(
