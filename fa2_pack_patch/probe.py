@@ -16,7 +16,7 @@ from .errors import UnsupportedModelError
 from .hooks import CountHook, ModelHook
 from .patch import ATTRIBUTE, Patch
 from .registry import Family
-from .runs import Run, Runs
+from .runs import Run, Runs, enter, leave
 
 #: They exchange buffers and gradients at each call; the model inside is proved by itself.
 _AROUND = ("DistributedDataParallel", "DeepSpeedEngine")
@@ -187,8 +187,10 @@ def stock(probe: Probe) -> Iterator[None]:
             for key, hook in items:
                 if isinstance(hook, (ModelHook, CountHook)):
                     del hooks[key]
+        enter(patch)  # else layers ask why no hook has seen their call
         yield
     finally:
+        leave(patch)
         patch.runs = runs
         for hooks, items in kept:  # in the order that they had
             hooks.clear()
