@@ -50,9 +50,6 @@ from .varlen import VarlenLayout
 if TYPE_CHECKING:
     from .patch import Patch, Site
 
-#: Devices on which nothing is gained by not reading lengths, or which have none to doubt later.
-_READ = ("cpu", "meta")
-
 
 class ModelHook:
     """Forward pre-hook (with keywords): is this call packed, and where are its examples?
@@ -207,8 +204,7 @@ class ModelHook:
         inputs = call.get("input_ids")
         if inputs is None:
             inputs = call.get("inputs_embeds")
-        position_ids = call.get("position_ids")
-        mask = call.get("attention_mask")
+        position_ids, mask = call.get("position_ids"), call.get("attention_mask")
         varlen = {k: call[k] for k in VARLEN if call.get(k) is not None}
         if not isinstance(inputs, torch.Tensor) or inputs.dim() < 2:
             return None
@@ -225,7 +221,6 @@ class ModelHook:
         if varlen and from_generate(call, varlen, self.patch.release):
             varlen = {}
         known = self.patch.explicit_seen and self.patch.rope is None
-        known = known and inputs.device.type not in _READ
         if varlen and known and handed_over(call, inputs.device):
             return self._handed_over(call, position_ids, mask, rows, tokens)
         if not varlen:

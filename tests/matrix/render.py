@@ -156,7 +156,9 @@ def gpu(results: list[Result]) -> list[str]:
         "own attention and each example by itself, is off, plus one bf16 rounding (2^-8, relative); "
         f"the worst call reached {worst:.2f} of that. Gradients are those of embeddings, norms and "
         "biases. Mixture-of-experts models use all their experts here, since a near tie would be "
-        "decided by rounding.",
+        "decided by rounding. Kernels and interceptors are as they were then; what a call goes "
+        "through before them (refusals, labels, how a recompute finds its examples) was changed "
+        "afterwards, and tested on a CPU.",
         "",
     ]
     columns = [[gpu_cell(r, f) for f in names] for r in results]
