@@ -7,7 +7,7 @@ OLD ?= 4.43.4
 NEW ?= 5.24.0
 FOLDERS := $(if $(FA2_PACK_PATCH_RELEASES),$(FA2_PACK_PATCH_RELEASES),.cache/releases)
 
-.PHONY: demo test trainers zero matrix lint clean
+.PHONY: demo test trainers zero others matrix lint clean
 
 $(BIN)/ready: tests/matrix/releases.py tests/trainers/releases.py
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "make needs Python 3.10 to 3.13 as PYTHON (the package itself: 3.9)")'
@@ -32,6 +32,10 @@ trainers: $(BIN)/ready
 # DeepSpeed's ZeRO-2 and ZeRO-3 on two processes
 zero: $(BIN)/ready
 	$(BIN)/python -m tests.distributed.run
+
+# Liger-Kernel, torchao and bitsandbytes
+others: $(BIN)/ready
+	$(BIN)/python -m tests.others
 
 matrix: $(BIN)/ready
 	$(BIN)/python -m tests.matrix.run --releases all && $(BIN)/python -m tests.matrix.render

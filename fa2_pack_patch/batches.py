@@ -37,6 +37,11 @@ class Piece:
         return self.row, slice(self.start, self.start + len(self.ids))
 
 
+def usual(pieces: Sequence[Piece]) -> bool:
+    """Whether all have the positions that a row by itself has: 0, 1, 2, …"""
+    return all(torch.equal(p.positions, torch.arange(len(p.ids))) for p in pieces)
+
+
 @dataclass(frozen=True)
 class Batch:
     """Keyword arguments of one packed call, the examples in it, and its padding ``(rows, T)``."""

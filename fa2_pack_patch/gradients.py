@@ -163,3 +163,16 @@ def gradients_alone(
 
 def _loss_alone(probe: Probe, piece: Piece, weights: torch.Tensor) -> torch.Tensor:
     return loss_of(probe.alone(piece), weights)
+
+
+def gradients_padded(
+    probe: Probe, pieces: Sequence[Piece], weights: Sequence[torch.Tensor]
+) -> tuple[list[torch.Tensor], Gradients]:
+    """The same as :func:`gradients_alone`, of all in one unpacked batch of padded rows."""
+
+    def loss() -> torch.Tensor:
+        parts = [loss_of(out, weight) for out, weight in zip(probe.padded(pieces), weights)]
+        return torch.stack(parts).sum()
+
+    found, parameters = gradients(probe, loss)
+    return [found[n, : len(p.ids)].cpu() for n, p in enumerate(pieces)], parameters

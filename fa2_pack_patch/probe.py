@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Callable, Optional
@@ -141,6 +141,17 @@ class Probe:
             out = self.reference(input_ids=ids, position_ids=rows, use_cache=False)
         out = _output(self.reference, out)
         return [out[p.place] for p in batch.pieces]
+
+    def padded(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
+        """The same as :meth:`alone`, of all in one unpacked batch, padded on the right."""
+        ids = [p.ids for p in pieces]
+        rows = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
+        real = [torch.ones_like(i) for i in ids]
+        mask = torch.nn.utils.rnn.pad_sequence(real, batch_first=True)
+        given = {"input_ids": rows, "attention_mask": mask, "use_cache": False}
+        with stock(self):
+            out = _output(self.reference, self.reference(**self._moved(given)))
+        return [out[n, : len(i)] for n, i in enumerate(ids)]
 
     @contextmanager
     def recorded(self) -> Iterator[list[Run]]:
@@ -283,7 +294,9 @@ def undisturbed(model: torch.nn.Module) -> Iterator[None]:
     try:
         with torch.random.fork_rng(devices=range(cuda)), _shards(model):
             for module, _ in training:
-                module.training = False
+                # In evaluation on a CPU bitsandbytes repacks 4-bit weights for good, and those have
+                # no gradients.
+                module.training = any(c.__name__ == "Linear4bit" for c in type(module).__mro__)
             yield
     finally:
         for module, mode in training:
@@ -307,8 +320,13 @@ def _restore(
 
 def each(function: Callable[[Piece], torch.Tensor], pieces: Sequence[Piece]) -> list[torch.Tensor]:
     """``function`` of every example, detached and on the CPU in at least float32."""
+    return settled(function(piece) for piece in pieces)
+
+
+def settled(outputs: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Each detached and on the CPU in at least float32."""
     found = []
-    for piece in pieces:
-        out = function(piece).detach()
-        found.append(out.to(torch.promote_types(out.dtype, torch.float32)).cpu())
+    for output in outputs:
+        wide = torch.promote_types(output.dtype, torch.float32)
+        found.append(output.detach().to(wide).cpu())
     return found

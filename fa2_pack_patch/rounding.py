@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Optional
 
 import torch
 
@@ -45,12 +45,15 @@ def rounded(model: torch.nn.Module, seed: int) -> Iterator[None]:
         size = wide.square().mean(-1, keepdim=True).sqrt() * unit(tensor)
         return tensor + (noise * size).to(tensor.dtype)
 
+    def backward(gradient: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
+        return None if gradient is None else disturb(gradient)  # of what is not differentiable
+
     def hook(_: torch.nn.Module, __: Any, out: Any) -> Any:
         if not isinstance(out, torch.Tensor) or not out.is_floating_point() or not out.dim():
             return None
         changed = disturb(out)
         if changed.requires_grad:
-            changed.register_hook(disturb)  # type: ignore[no-untyped-call]
+            changed.register_hook(backward)  # type: ignore[no-untyped-call]
         return changed
 
     leaves = [m for m in model.modules() if not any(True for _ in m.children())]

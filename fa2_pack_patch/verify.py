@@ -6,26 +6,28 @@ import math
 import statistics
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Optional
 
 import torch
 
 from . import compat
-from .batches import Batch, Examples, check_ranks, given_batch, random_batches
+from .batches import Batch, Examples, Piece, check_ranks, given_batch, random_batches, usual
 from .errors import Fa2PackPatchError
 from .forwards import in_place
 from .gradients import (
     checkpointed,
     gradients,
     gradients_alone,
+    gradients_padded,
     loss_of,
     of_inputs,
     trained,
     weights_of,
 )
 from .losses import Targets
-from .probe import Probe, each, undisturbed
+from .probe import Probe, each, settled, undisturbed
 from .report import Check, VerifyReport
 from .rounding import distance, rounded
 
@@ -108,6 +110,7 @@ class _Proof:
         # all tokens together still tell, the worst does not.
         half = any(p.dtype.itemsize < 4 for p in probe.base.parameters() if p.is_floating_point())
         self.typical = self.experts and half
+        self.company = False  # whether a token's numbers depend on the tokens beside it
         self.checks: list[Check] = []
 
     def run(self, batches: Sequence[Batch], with_gradients: bool) -> list[Check]:
@@ -131,7 +134,6 @@ class _Proof:
         for seed in range(_TRIALS):
             with rounded(probe.reference, seed):
                 trials.append(each(probe.alone, pieces))
-        own = max(self._furthest(again, alone) for again in trials)  # PyTorch's own error
         out = None
         note = ""
         with probe.recorded() as runs:
@@ -142,18 +144,21 @@ class _Proof:
             except Exception as error:
                 note = _why(error)
             missing = self._missing(runs)
+        moved, why = self._moved(batch, out)
+        if moved and not why and self._company(pieces):
+            trials.append(settled(probe.padded(pieces)))
+        own = max(self._furthest(again, alone) for again in trials)  # PyTorch's own error
         value = math.inf
         if out is not None:
-            places = iter([out[p.place] for p in pieces])
-            packed = each(lambda _: next(places), pieces)
-            value = self._furthest(packed, alone)
+            value = self._furthest(settled(out[p.place] for p in pieces), alone)
         self.checks += [
             _check(f"layers not packed, {batch.name}", missing, 0, note),
             _check(f"logits, {batch.name}", value, _SIDES * own),
         ]
         self._unpacked(batch, alone, _SIDES * own)
         self._power(batch, alone, _SIDES * own)
-        self._perturb(batch, out, _SIDES * own)
+        allowed = 0.0 if out is None or self._exact(batch, out) else _SIDES * own
+        self.checks.append(_check(f"others when one changes, {batch.name}", moved, allowed, why))
         return alone, trials
 
     def _unpacked(self, batch: Batch, alone: Sequence[torch.Tensor], allowed: float) -> None:
@@ -213,53 +218,73 @@ class _Proof:
     def _power(self, batch: Batch, alone: Sequence[torch.Tensor], allowed: float) -> None:
         """Is the tolerance small against what mixing examples does?"""
         try:
-            mixed = iter(self.probe.mixed(batch))
+            mixed = settled(self.probe.mixed(batch))
         except (IndexError, RuntimeError):  # more tokens than the model has positions
             return
-        mixed_of = each(lambda _: next(mixed), batch.pieces)
         later = [n for n, p in enumerate(batch.pieces) if p.start]  # a row's first sees nobody
-        effect = self._furthest([mixed_of[n] for n in later], [alone[n] for n in later])
+        effect = self._furthest([mixed[n] for n in later], [alone[n] for n in later])
         name = f"tolerance against mixing, {batch.name}"
         note = ""
         if allowed > effect / _SIDES:
             note = "mixing would hardly change these examples, so they prove nothing; give others"
         self.checks.append(_check(name, allowed, effect / _SIDES, note))
 
-    def _perturb(self, batch: Batch, out: Optional[torch.Tensor], allowed: float) -> None:
-        """Change the tokens of one example, or of the padding: nobody else may notice."""
-        name, worst, note = f"others when one changes, {batch.name}", 0.0, ""
+    def _moved(self, batch: Batch, out: Optional[torch.Tensor]) -> tuple[float, str]:
+        """How far others move when one example, or the padding, has other tokens."""
         if out is None:
-            self.checks.append(_check(name, math.inf, 0))
-            return
+            return math.inf, ""
+        worst, ids = 0.0, batch.kwargs["input_ids"].cpu()
         try:
-            if self._exact(batch, out):
-                allowed = 0.0
-            ids = batch.kwargs["input_ids"].cpu()
-            step = max(1, math.ceil(len(batch.pieces) / _CHANGED))
-            for n in [*range(0, len(batch.pieces), step), None]:
-                changed = ids.clone()
+            for n in [*self._some(batch.pieces), None]:
                 where: Any = batch.padding if n is None else batch.pieces[n].place
                 if where is None:
                     continue
-                changed[where] = (changed[where] + 1 + self.vocabulary // 3) % self.vocabulary
+                changed = ids.clone()
+                changed[where] = self._other(changed[where])
                 after = self.probe.packed(batch, input_ids=changed)
                 for m, piece in enumerate(batch.pieces):
                     if m != n:
                         pair = after[piece.place], out[piece.place]
                         worst = max(worst, distance(*pair, typical=self.typical))
         except Fa2PackPatchError as error:
-            worst, note = math.inf, _why(error)
-        self.checks.append(_check(name, worst, allowed, note))
+            return math.inf, _why(error)
+        return worst, ""
+
+    def _some(self, pieces: Sequence[Piece]) -> range:
+        return range(0, len(pieces), max(1, math.ceil(len(pieces) / _CHANGED)))
+
+    def _other(self, ids: torch.Tensor) -> torch.Tensor:
+        return (ids + 1 + self.vocabulary // 3) % self.vocabulary
 
     def _exact(self, batch: Batch, out: torch.Tensor) -> bool:
         """Whether this model's arithmetic on one token is the same whatever the others are.
 
-        Not with experts, which are given other numbers of tokens, nor with 8-bit weights, which
-        look for outliers in the whole batch, nor if a repeated call differs.
+        Not with experts, which are given other numbers of tokens, nor where it depends on the
+        company, nor if a repeated call differs.
         """
-        if self.experts or getattr(self.probe.reference, "is_loaded_in_8bit", False):
+        if self.experts or self.company:
             return False
         return torch.equal(self.probe.packed(batch), out)
+
+    def _company(self, pieces: Sequence[Piece]) -> bool:
+        """Whether stock, too, gives a row other numbers when another row has other tokens.
+
+        8-bit linear layers look for outliers in the whole batch, and a scale may be that of a whole
+        tensor; then the same examples in a padded batch show how much that is.
+        """
+        if self.experts or not usual(pieces):
+            return False
+        if self.company:
+            return True
+        probe = self.probe
+        before = probe.padded(pieces)
+        for n in self._some(pieces):
+            changed = [replace(p, ids=self._other(p.ids)) if p is pieces[n] else p for p in pieces]
+            after = probe.padded(changed)
+            others = [m for m in range(len(pieces)) if m != n]
+            if any(not torch.equal(after[m], before[m]) for m in others):
+                self.company = True
+        return self.company
 
     def _gradients(self, batch: Batch) -> None:
         probe, pieces = self.probe, batch.pieces
@@ -270,6 +295,8 @@ class _Proof:
         for seed in range(_TRIALS):
             with rounded(probe.reference, seed):
                 trials.append(gradients_alone(probe, pieces, weights))
+        if self.company and usual(pieces):
+            trials.append(gradients_padded(probe, pieces, weights))
         names = ("gradients of inputs", "gradients of parameters", "gradients across examples")
 
         def loss(only: Optional[int] = None) -> torch.Tensor:
