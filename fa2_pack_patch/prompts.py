@@ -42,16 +42,24 @@ def check_prompts(module: torch.nn.Module, call: Mapping[str, Any]) -> None:
     if frame is None:
         return
     wrapper = frame.f_locals["self"]
-    packed = _packed(_given(wrapper, frame))
-    if packed is None:
-        return
-    kind = wrapper.active_peft_config.peft_type
-    raise PackingError(
-        f"this call packs several examples into its rows ({packed}), but PEFT's "
-        f"{getattr(kind, 'value', kind)} is around the model and puts its virtual tokens before "
-        "each row, not each example. Give it one example a row, padded; or use LoRA or another "
-        "adapter for packed rows."
-    )
+    peft_type = wrapper.active_peft_config.peft_type
+    kind = getattr(peft_type, "value", peft_type)
+    given = _given(wrapper, frame)
+    calls = [given] if given is not None else _of_a_bare_forward(frame)
+    if not calls:
+        raise PackingError(
+            f"{type(wrapper).__name__}.forward was called with position_ids and without its hooks. "
+            f"PEFT's {kind} drops them, so nobody can tell whether this call is packed. Call the "
+            "model itself: model(...), not model.forward(...)."
+        )
+    for one in calls:
+        packed = _packed(one)
+        if packed is not None:
+            raise PackingError(
+                f"this call packs several examples into its rows ({packed}), but PEFT's {kind} is "
+                "around the model and puts its virtual tokens before each row, not each example. "
+                "Give it one example a row, padded; or use LoRA or another adapter for packed rows."
+            )
 
 
 def _prompting(module: torch.nn.Module, frame: Optional[FrameType]) -> Optional[FrameType]:
@@ -72,15 +80,38 @@ def _of_peft(frame: FrameType) -> bool:
     return str(frame.f_globals.get("__name__")).startswith("peft.")
 
 
-def _given(wrapper: torch.nn.Module, frame: FrameType) -> dict[str, Any]:
-    """What the PEFT model was called with; of a bare ``forward`` only what it still holds."""
+def _given(wrapper: torch.nn.Module, frame: FrameType) -> Optional[dict[str, Any]]:
+    """What the PEFT model was called with; None where its ``forward`` was, without its hooks."""
     outer = frame.f_back
     while outer is not None:
         own = outer.f_locals if outer.f_code.co_name == "_wrapped_call_impl" else {}
         if own.get("self") is wrapper:
             return by_name(wrapper, own["args"], own["kwargs"])
         outer = outer.f_back
-    return dict(frame.f_locals.get("kwargs", {}))
+    return None
+
+
+def _of_a_bare_forward(frame: FrameType) -> list[dict[str, Any]]:
+    """What PEFT's ``forward`` may have been called with, by what it and its caller still hold.
+
+    Nothing where it was given ``position_ids``, which it sets to None, and its caller holds none.
+    """
+    inputs, held = frame.f_locals.get("input_ids"), dict(frame.f_locals.get("kwargs", {}))
+    mask = held.get("attention_mask")
+    if "position_ids" not in held or isinstance(held["position_ids"], torch.Tensor):
+        ids = [held.get("position_ids")]
+    else:
+        theirs = {} if frame.f_back is None else frame.f_back.f_locals
+        batches = [value for value in theirs.values() if isinstance(value, Mapping)]
+        batches = [b for b in batches if inputs is not None and b.get("input_ids") is inputs]
+        ids = [b["position_ids"] for b in (theirs, *batches) if "position_ids" in b]
+    calls = []
+    for given in ids:
+        call = {**held, "position_ids": given}
+        if isinstance(given, torch.Tensor) and isinstance(mask, torch.Tensor) and mask.dim() == 2:
+            call["attention_mask"] = mask[:, mask.shape[1] - given.shape[-1] :]  # PEFT extended it
+        calls.append(call)
+    return calls
 
 
 def _packed(given: Mapping[str, Any]) -> Optional[str]:

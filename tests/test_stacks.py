@@ -632,6 +632,46 @@ def right_calls() -> list[dict[str, torch.Tensor]]:
     ]
 
 
+@pytest.mark.parametrize("kind", PROMPTS)
+def test_prompt_learning_called_by_its_forward(build: Build, kind: str) -> None:
+    """No hook of PEFT's model has seen its arguments, of which prompt tuning drops positions."""
+    patched, alone = build(num_key_value_heads=4), build(num_key_value_heads=4)
+    fpp.apply(patched)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        stock = prompted(alone, kind)
+        torch.manual_seed(3)
+        model = prompted(patched, kind)
+    call = _positions(TWO).kwargs
+    del call["use_cache"]
+    keeps = kind == "PrefixTuningConfig" and _offsets_positions()
+    with torch.no_grad():
+        for given in (call, {**call, "attention_mask": torch.ones(2, 20, dtype=torch.long)}):
+            with pytest.raises(fpp.PackingError, match=r"lengths \[4, 9, 7, 11, 1, 8\]"):
+                model.forward(**given)
+        with pytest.raises(fpp.PackingError, match="lengths" if keeps else r"not model\.forward"):
+            call_by_forward(model)
+        varlen = _varlen(TWO).kwargs
+        with pytest.raises(fpp.PackingError, match="cu_seq_lens_q"):
+            model.forward(**varlen)
+        for given in right_calls():
+            assert torch.equal(model.forward(**given).logits, stock.forward(**given).logits)
+        odd = torch.tensor([[0, 1, 2, 3, 4], [0, 1, 2, 0, 0]])
+        given = {**right_calls()[1], "position_ids": odd}
+        assert torch.equal(model.forward(**given).logits, stock.forward(**given).logits)
+
+
+def call_by_forward(model: Any) -> Any:
+    """With positions that no name of this function holds."""
+    return model.forward(torch.arange(3, 9)[None], position_ids=torch.arange(6)[None] % 3)
+
+
+def _offsets_positions() -> bool:
+    """PEFT hands positions on to a model under prefix tuning since 0.18."""
+    peft = pytest.importorskip("peft", exc_type=ImportError)
+    return Version(peft.__version__) >= Version("0.18")
+
+
 def test_data_parallel_is_refused(build: Build) -> None:
     model = build()
     with pytest.raises(fpp.UnsupportedModelError, match="DistributedDataParallel"):
