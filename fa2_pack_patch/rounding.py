@@ -10,7 +10,7 @@ from typing import Any, Optional
 import torch
 
 
-def unit(tensor: torch.Tensor) -> float:
+def unit(tensor: torch.Tensor, computed: Optional[torch.dtype] = None) -> float:
     """The relative rounding error of one matrix product whose result is ``tensor``, as a deviation.
 
     One rounding to its dtype, and those of a sum of as many terms as it is wide in float32, in
@@ -23,7 +23,7 @@ def unit(tensor: torch.Tensor) -> float:
     if coarse and tensor.device.type == "cuda" and tensor.dtype == torch.float32:
         accumulated = 2.0**-10  # TF32
     width = tensor.shape[-1] if tensor.dim() else 1
-    own = torch.finfo(tensor.dtype).eps
+    own = max(torch.finfo(dtype).eps for dtype in (tensor.dtype, computed or tensor.dtype))
     return float(own + math.sqrt(width) * accumulated) / math.sqrt(12)
 
 
@@ -36,24 +36,25 @@ def rounded(model: torch.nn.Module, seed: int) -> Iterator[None]:
     """
     generators: dict[torch.device, torch.Generator] = {}
 
-    def disturb(tensor: torch.Tensor) -> torch.Tensor:
+    def disturb(tensor: torch.Tensor, computed: Optional[torch.dtype]) -> torch.Tensor:
         device = tensor.device
         if device not in generators:
             generators[device] = torch.Generator(device).manual_seed(seed)
         noise = torch.randn(tensor.shape, generator=generators[device], device=device)
         wide = tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32))
-        size = wide.square().mean(-1, keepdim=True).sqrt() * unit(tensor)
+        size = wide.square().mean(-1, keepdim=True).sqrt() * unit(tensor, computed)
         return tensor + (noise * size).to(tensor.dtype)
 
-    def backward(gradient: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
-        return None if gradient is None else disturb(gradient)  # of what is not differentiable
-
-    def hook(_: torch.nn.Module, __: Any, out: Any) -> Any:
+    def hook(module: torch.nn.Module, _: Any, out: Any) -> Any:
         if not isinstance(out, torch.Tensor) or not out.is_floating_point() or not out.dim():
             return None
-        changed = disturb(out)
+        computed = getattr(module, "compute_dtype", None)  # of bitsandbytes' 4-bit layers
+        if not isinstance(computed, torch.dtype) or not computed.is_floating_point:
+            computed = None
+        changed = disturb(out, computed)
         if changed.requires_grad:
-            changed.register_hook(backward)  # type: ignore[no-untyped-call]
+            # What is not differentiable has no gradient.
+            changed.register_hook(lambda g: None if g is None else disturb(g, computed))  # type: ignore[no-untyped-call]
         return changed
 
     leaves = [m for m in model.modules() if not any(True for _ in m.children())]

@@ -100,6 +100,26 @@ def test_the_gpu_s_signs(model: dict[str, Any], sign: str) -> None:
     assert (" 0 wrong" in page) == (sign != "❌")
 
 
+def proof(*passed: bool) -> dict[str, Any]:
+    found = {s: {"passed": p, "nearest": 0.5} for s, p in zip(render.STATES, passed)}
+    return found
+
+
+def test_proofs_on_a_gpu_are_counted() -> None:
+    models = {
+        "a": proof(False, True, False),
+        "b": proof(False, True, True),
+        "c": {"refused": "no such dtype"},
+    }
+    one = {"machine": "a GPU", "torch": "2", "transformers": "5.24.0", "models": models}
+    page = "\n".join(render.proofs([one]))
+    assert "of 2 models it passed 0 as they were loaded, 2 patched, and 1 patched whose" in page
+    assert "could not be run" not in page
+    models["d"] = {"fault": "X"}
+    assert "1 could not be run" in "\n".join(render.proofs([one]))
+    assert render.proofs([]) == []
+
+
 def test_adjacent_equal_releases_share_a_column() -> None:
     page = render.render([result(good(), r) for r in ("4.43.4", "4.44.0", "4.44.2")])
     assert "| family | 4.43.4 … 4.44.2 |" in page

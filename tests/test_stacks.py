@@ -354,7 +354,8 @@ def whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     STOCK["rotary"] = modeling_llama.apply_rotary_pos_emb
     liger_ops = sys.modules.get("liger_kernel.ops")
     for name in _LIGER if liger_ops else ():
-        monkeypatch.setattr(getattr(liger_ops, name), "apply", None)
+        function = getattr(liger_ops, name)
+        monkeypatch.setattr(function, "apply", function.apply)
     CALLS.clear()
     yield
     for name, value in before.items():
@@ -464,6 +465,21 @@ def test_verify(build: Build, stack: Stack, order: str) -> None:
     assert report.passed == (order != "never" and not refused), str(report)
     if refused:
         assert re.search(str(stack.refused), str(report))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="Liger's kernels need a GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("order", ["never", *ORDERS])
+def test_verify_with_ligers_kernels(build: Build, order: str, dtype: torch.dtype) -> None:
+    patches = pytest.importorskip("liger_kernel.transformers.monkey_patch", exc_type=ImportError)
+    model = build(hidden_size=128, intermediate_size=256).to("cuda", dtype)
+    if order == "apply first":
+        fpp.apply(model)
+    patches.apply_liger_kernel_to_llama(model=model)
+    if order == "apply last":
+        fpp.apply(model)
+    report = fpp.verify(model)
+    assert report.passed == (order != "never"), str(report)
 
 
 @pytest.mark.parametrize("order", ORDERS)
