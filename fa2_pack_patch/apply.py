@@ -10,6 +10,7 @@ from typing import Any, Optional
 import torch
 
 from . import compat, kernels, twin
+from .counting import CountHook
 from .detect import (
     Detection,
     Verdict,
@@ -23,8 +24,8 @@ from .detect import (
     lists_of,
 )
 from .errors import UnsupportedModelError, UnsupportedReleaseError
-from .forwards import HeadForward, PackedForward
-from .hooks import CountHook, ModelHook
+from .forwards import BaseForward, HeadForward, PackedForward
+from .hooks import ModelHook
 from .interceptors.method import PackedMethod
 from .patch import ATTRIBUTE, Edit, Patch, PatchReport, Site
 from .rope import RotaryByExample, rope_rule, takes_row_length
@@ -170,8 +171,10 @@ def _plan(found: Detection, kernel: str, note: Optional[str]) -> PatchReport:
         patch.sites.append(site)
         edits += _site_edits(site)
         patch.reference(compat.implementation_of(module, config, found.span.via))
-    edits.append(Edit(found.base, "pre", ModelHook(patch, base=True), hook="pre"))
-    edits.append(Edit(found.base, "post", CountHook(patch), hook="post"))
+    decide, count = ModelHook(patch, base=True), CountHook(patch)
+    edits.append(Edit(found.base, "pre", decide, hook="pre"))
+    edits.append(Edit(found.base, "post", count, hook="post"))
+    edits.append(_forward_edit(found.base, BaseForward(found.base, decide, count)))
     patch.lists = lists_of(found.base, found.attention)
     for holder in found.holders:
         pooled = found.pooled.get(id(holder))

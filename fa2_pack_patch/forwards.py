@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Optional
 
 import torch
@@ -13,20 +13,18 @@ from .compat import is_compiling, is_exporting
 from .errors import PackingError
 from .graphs import UNREAD, eagerly
 from .interceptors import INTERCEPTORS, home_of, layers_of
-from .refusals import check_unseen
-from .runs import CURRENT, Run, entered, in_backward
+from .reading import by_name, handed_over
+from .refusals import check_unseen, positions_kept
+from .runs import CURRENT, Run, came, coming, enter, entered, in_backward, leave
 
 if TYPE_CHECKING:
+    from .counting import CountHook
     from .hooks import ModelHook
     from .patch import Site
 
 
-class HeadForward:
-    """Stands for the forward of a model with a head, for callers that pass its hook by.
-
-    PEFT calls ``model.forward(...)`` of the model it wraps; labels and varlen arguments are seen
-    here then. After the hook it hands everything on.
-    """
+class _ModelForward:
+    """Stands for the forward of a model, for callers that pass its hook by."""
 
     def __init__(self, module: torch.nn.Module, hook: ModelHook) -> None:
         self.module = module
@@ -49,19 +47,76 @@ class HeadForward:
             return self.before  # type: ignore[no-any-return]
         return type(self.module).forward.__get__(self.module)  # type: ignore[no-any-return]
 
+    def _inner(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.before is not None:
+            return self.before(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+
+class HeadForward(_ModelForward):
+    """Stands for the forward of a model with a head.
+
+    PEFT calls ``model.forward(...)`` of the model it wraps; labels and varlen arguments are seen
+    here then. After the hook it hands everything on.
+    """
+
     def in_place(self) -> bool:
         """Whether a call of the module's forward still comes here."""
         return any(layer is self for layer in layers_of(self.module.__dict__.get("forward")))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = self.hook.passed_by(self.module, args, kwargs)
-        if self.before is not None:
-            found = self.before(*args, **kwargs)
-        else:
-            found = type(self.module).forward(self.module, *args, **kwargs)
+        found = self._inner(args, kwargs)
         if not is_compiling():
-            self.hook.check_arrival(self.module, kwargs)
+            self._check_arrival(kwargs)
         return found
+
+    def _check_arrival(self, kwargs: Mapping[str, Any]) -> None:
+        """What the head was given of a packed call came to the base model."""
+        position_ids = kwargs.get("position_ids")
+        if isinstance(position_ids, torch.Tensor):
+            patch = self.hook.patch
+            run = patch.runs.bound(position_ids, patch)
+            if run is not None and not run.done:
+                raise positions_kept(self.module)
+
+
+class BaseForward(_ModelForward):
+    """Stands for the forward of the base model.
+
+    PEFT around a base model without a head calls ``model.forward(...)``: the hooks' work is done
+    here then. And it says, exactly as long as it runs, that the layers' call was seen.
+    """
+
+    def __init__(self, module: torch.nn.Module, hook: ModelHook, count: CountHook) -> None:
+        super().__init__(module, hook)
+        self.count = count
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        hook, module = self.hook, self.module
+        if is_exporting() or not hook.in_force(module):
+            return self._inner(args, kwargs)
+        call = by_name(module, args, kwargs)
+        patch, compiling = hook.patch, is_compiling()
+        seen = patch.traced is not None and patch.traced.positions is call.get("position_ids")
+        if compiling:  # of what must be read only the layers ask, outside of the graph
+            seen = seen or not handed_over(call)
+        else:
+            seen |= came(patch, call)
+        if not seen:
+            args, kwargs = hook(module, args, kwargs) or (args, kwargs)
+        if compiling:
+            output = self._inner(args, kwargs)
+        else:
+            coming(patch, {})
+            enter(patch)
+            try:
+                output = self._inner(args, kwargs)
+            finally:
+                leave(patch)
+        if not seen:
+            self.count(module, args, kwargs, output)
+        return output
 
 
 class PackedForward:

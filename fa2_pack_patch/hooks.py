@@ -1,8 +1,8 @@
-"""The hooks of a patched model: one decides for each forward, one counts the layers after it."""
+"""The hook of a patched model that decides for each forward: packed, and by what layout."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Optional
 
 import torch
@@ -11,7 +11,7 @@ from .boundaries import Boundaries, read_boundaries
 from .compat import implementation_of, is_compiling, is_exporting
 from .detect import added_attention, foreign_core, stock_core
 from .errors import PackingError
-from .forwards import HeadForward, in_place, layers_missed, owner_of
+from .forwards import HeadForward, owner_of
 from .graphs import UNREAD, UNREAD_ROPE, eagerly
 from .layout import PackedLayout
 from .prompts import check_prompts, may_be_prompted
@@ -39,16 +39,15 @@ from .refusals import (
     check_mask,
     check_options,
     check_traced,
-    positions_kept,
 )
 from .rope import check_lengths
-from .runs import Run, enter, leave
+from .runs import Run, coming, enter
 from .targets import has_labels, mask_labels
 from .tensors import check_position_ids, mapped_over, quote, upload
 from .varlen import VarlenLayout
 
 if TYPE_CHECKING:
-    from .patch import Patch, Site
+    from .patch import Patch
 
 
 class ModelHook:
@@ -83,8 +82,19 @@ class ModelHook:
             run = self.patch.traced
             if self.base and run is not None and run.positions is call.get("position_ids"):
                 return self._enter(call)
-            return eagerly(why, self._decide, module, args, kwargs)  # type: ignore[no-any-return]
-        return self._decide(module, args, kwargs)
+            return eagerly(why, self._unread, module, args, kwargs)  # type: ignore[no-any-return]
+        found = self._decide(module, args, kwargs)
+        if self.base:
+            coming(self.patch, by_name(module, args, kwargs) if found is None else found[1])
+        return found
+
+    def _unread(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Optional[tuple[tuple[Any, ...], dict[str, Any]]]:
+        found = self._decide(module, args, kwargs)
+        if self.base:
+            enter(self.patch)  # what stands for its forward is compiled, and does not
+        return found
 
     def _trace(self, call: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """A packed call inside a compiled graph: no value on the device is read."""
@@ -121,7 +131,6 @@ class ModelHook:
                 "nn.DataParallel copied this model, and its copies would run on the weights of the "
                 "first device; use DistributedDataParallel, or fa2_pack_patch.revert(model) first."
             )
-        enter(self.patch)
         call = by_name(module, args, kwargs)
         self.patch.traced = None  # of a compiled call that did not end
         if not self.outer:
@@ -150,8 +159,8 @@ class ModelHook:
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments for a forward that may have been called without its hooks (PEFT does)."""
-        if not any(hook is self for hook in module._forward_pre_hooks.values()):
-            return args, kwargs  # reverted, or undone by somebody else
+        if not self.in_force(module):
+            return args, kwargs
         call = by_name(module, args, kwargs)
         position_ids, mask = call.get("position_ids"), call.get("attention_mask")
         if is_compiling():
@@ -167,13 +176,9 @@ class ModelHook:
             return args, kwargs
         return self._decide(module, args, kwargs) or (args, kwargs)
 
-    def check_arrival(self, module: torch.nn.Module, kwargs: Mapping[str, Any]) -> None:
-        """After a head's forward: what it was given of a packed call came to the base model."""
-        position_ids = kwargs.get("position_ids")
-        if isinstance(position_ids, torch.Tensor):
-            run = self.patch.runs.bound(position_ids, self.patch)
-            if run is not None and not run.done:
-                raise positions_kept(module)
+    def in_force(self, module: torch.nn.Module) -> bool:
+        """False where it was reverted, or undone by somebody else."""
+        return any(hook is self for hook in module._forward_pre_hooks.values())
 
     def _still_whole(self, model: torch.nn.Module, *, unseen: bool) -> None:
         """Nobody replaced what apply relies on; ``unseen`` if no head saw this call before."""
@@ -362,39 +367,3 @@ class ModelHook:
         if self.patch.mask_placeholder:
             device = call["position_ids"].device
             call["attention_mask"] = torch.zeros(1, 1, 1, 1, device=device)
-
-
-class CountHook:
-    """Forward hook of the base model: every attention layer must have run packed."""
-
-    def __init__(self, patch: Patch) -> None:
-        self.patch = patch
-
-    def __call__(
-        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> None:
-        run = self.patch.traced
-        if run is not None:
-            self.patch.traced = None
-            # Layers in a graph are not counted, so that it stays whole: they are ours or not.
-            self._count(run, [s for s in self.patch.sites if not in_place(s)])
-        elif is_compiling() and not is_exporting():
-            eagerly(UNREAD, self._check, kwargs, output)
-        elif not is_exporting():
-            self._check(kwargs, output)
-
-    def _check(self, kwargs: dict[str, Any], output: Any) -> None:
-        leave(self.patch)
-        position_ids = kwargs.get("position_ids")
-        if not isinstance(position_ids, torch.Tensor):
-            return
-        run = self.patch.runs.bound(position_ids, self.patch)
-        if run is not None:
-            run.open = False
-            self._count(run, self.patch.sites)
-            self.patch.runs.keep(run, output)
-
-    def _count(self, run: Run, sites: Sequence[Site]) -> None:
-        missed = [s for s in sites if s.index not in run.done]
-        if missed:
-            raise layers_missed(missed, len(self.patch.sites))

@@ -11,9 +11,10 @@ from typing import Any, Callable, Optional
 import torch
 
 from .batches import Batch, Piece
+from .counting import CountHook
 from .detect import around, find_base, is_pretrained
 from .errors import UnsupportedModelError
-from .hooks import CountHook, ModelHook
+from .hooks import ModelHook
 from .patch import ATTRIBUTE, Patch
 from .registry import Family
 from .runs import Run, Runs, enter, leave

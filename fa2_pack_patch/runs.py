@@ -42,23 +42,44 @@ def current(patch: Patch) -> Optional[Run]:
     return patch.traced if run is None else run
 
 
-#: The patched models of which a hook has seen the call that this thread is in.
-_ENTERED = threading.local()
+#: Of this thread: the patched models whose forward it is in, and the call that a hook saw last.
+_HERE = threading.local()
 
 
 def enter(patch: Patch) -> None:
-    """Note that a hook sees a call, of the base model or of a model around it."""
-    if not hasattr(_ENTERED, "patches"):
-        _ENTERED.patches = set()
-    _ENTERED.patches.add(id(patch))
+    """Note that the base model's forward begins, of a call that its hook saw."""
+    if not hasattr(_HERE, "patches"):
+        _HERE.patches = set()
+    _HERE.patches.add(id(patch))
 
 
 def leave(patch: Patch) -> None:
-    getattr(_ENTERED, "patches", set()).discard(id(patch))
+    getattr(_HERE, "patches", set()).discard(id(patch))
 
 
 def entered(patch: Patch) -> bool:
-    return id(patch) in getattr(_ENTERED, "patches", ())
+    return id(patch) in getattr(_HERE, "patches", ())
+
+
+_INPUTS = ("input_ids", "inputs_embeds", "position_ids", "attention_mask", "cu_seq_lens_q")
+
+
+def coming(patch: Patch, call: Mapping[str, Any]) -> None:
+    """Note that the base model's hook has seen a call, whose forward comes next."""
+    given = [call.get(name) for name in _INPUTS]
+    marks = [weakref.ref(t) if isinstance(t, torch.Tensor) else None for t in given]
+    _HERE.coming = id(patch), marks if any(marks) else ()
+
+
+def came(patch: Patch, call: Mapping[str, Any]) -> bool:
+    """Whether a forward is that of the call that the hook has just seen; true once."""
+    owner, marks = getattr(_HERE, "coming", (None, ()))
+    _HERE.coming = None, ()
+    if owner != id(patch) or not marks:
+        return False
+    given = [call.get(name) for name in _INPUTS]
+    given = [t if isinstance(t, torch.Tensor) else None for t in given]
+    return all((mark and mark()) is t for mark, t in zip(marks, given))
 
 
 class Run:

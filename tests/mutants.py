@@ -158,7 +158,7 @@ MUTANTS = [
         "        if run is None or site.index == 1:\n            if position_ids",
         "one layer mixes examples",
     ),
-    _o("missed layers are not counted", "hooks.py", "missed = ", "missed = [] and ", _REFUSAL),
+    _o("missed layers are not counted", "counting.py", "missed = ", "missed = [] and ", _REFUSAL),
     _o(
         "a cache is built", "hooks.py",
         '        call["use_cache"] = False\n        mask = call', "        mask = call",
@@ -179,7 +179,7 @@ MUTANTS = [
         "heads.isdisjoint(found.family.per_token)", "True",
         "the loss lacks a target of each example", "token classification",
     ),
-    _o("a head may keep positions", "hooks.py", "run is not None and not run.done:", "False:", _REFUSAL),
+    _o("a head may keep positions", "forwards.py", "run is not None and not run.done:", "False:", _REFUSAL),
     _o("output_attentions passes", "refusals.py", "    if wants:\n", "    if False:\n", _REFUSAL),
     _o("contradictory lengths pass", "reading.py", "            if extra:\n", "            if False:\n", _REFUSAL),
     _o("a short max_length passes", "reading.py", "if longest < layout.max_seqlen:", "if False:", _REFUSAL),
