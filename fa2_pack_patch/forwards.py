@@ -10,6 +10,7 @@ import torch
 
 from . import kernels
 from .compat import is_compiling, is_exporting
+from .copies import Alone
 from .errors import PackingError
 from .graphs import UNREAD, eagerly
 from .interceptors import INTERCEPTORS, home_of, layers_of
@@ -20,7 +21,7 @@ from .runs import CURRENT, Run, came, coming, enter, entered, in_backward, leave
 if TYPE_CHECKING:
     from .counting import CountHook
     from .hooks import ModelHook
-    from .patch import Site
+    from .patch import Patch, Site
 
 
 class _ModelForward:
@@ -119,7 +120,7 @@ class BaseForward(_ModelForward):
         return output
 
 
-class PackedForward:
+class PackedForward(Alone):
     """Stands for an attention module's forward: packed when its position_ids carry a layout."""
 
     def __init__(self, site: Site) -> None:
@@ -129,6 +130,9 @@ class PackedForward:
         #: era, class, name and kernel of which the function for Dynamo is made
         self.recipe = (site.span.via, site.owner, site.span.name, site.patch.kernel)
         self.traceable = self._traceable()
+
+    def _parts(self) -> tuple[Patch, torch.nn.Module, str]:
+        return self.site.patch, self.site.module, "forward"
 
     def _traceable(self) -> Callable[..., Any]:
         via, owner, name, kernel = self.recipe

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import CellType
 from typing import Any, Callable, Optional
@@ -295,6 +295,11 @@ class Patch:
         except BaseException:
             self.undo()
             raise
+
+    def copied_in(self, memo: Mapping[int, Any]) -> bool:
+        """Whether ``copy.deepcopy`` is at the whole model, not at a part of it."""
+        known = [self, *(edit.target for edit in self.edits if edit.name == ATTRIBUTE)]
+        return any(id(part) in memo for part in known)
 
     def undo(self) -> None:
         """Put back exactly what was there; interrupted, it can be called again."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Optional
 
 import torch
 
+from .copies import Alone
 from .errors import PackingError
 from .layout import PackedLayout
 from .runs import current
@@ -86,7 +87,7 @@ def check_lengths(rule: RopeRule, layout: PackedLayout, reach: Sequence[int]) ->
         )
 
 
-class RotaryByExample:
+class RotaryByExample(Alone):
     """Stands for a rotary module's forward that is told the row's length: tells the example's."""
 
     def __init__(self, module: torch.nn.Module, patch: Patch) -> None:
@@ -94,6 +95,9 @@ class RotaryByExample:
         self.patch = patch
         self.before: Any = None
         self.parameters = tuple(inspect.signature(type(module).forward).parameters)[1:]
+
+    def _parts(self) -> tuple[Patch, torch.nn.Module, str]:
+        return self.patch, self.module, "forward"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         run = current(self.patch)

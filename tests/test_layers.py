@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import importlib
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -104,3 +106,72 @@ def test_one_layer_run_twice(build: Build, packed: Call) -> None:
     for e in packed.examples:
         alone = reference(input_ids=e.tokens[None], use_cache=False).logits[0]
         assert torch.allclose(logits[e.row, e.start : e.start + len(e.tokens)], alone, atol=LIMIT)
+
+
+def holds(tree: Any, module: torch.nn.Module) -> bool:
+    """Whether a copy of ``tree`` holds one of ``module``."""
+    memo: dict[int, Any] = {}
+    copy.deepcopy(tree, memo)
+    return id(module) in memo
+
+
+@pytest.mark.parametrize("family", ["llama", "gptj"])
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_a_copied_layer_is_stock_and_alone(
+    build: Build, packed: Call, family: str, implementation: str
+) -> None:
+    """As a draft model is made of some layers of a large one; the rest must not come along."""
+    model, draft = build(family, implementation), build(family, implementation)
+    fpp.apply(model)
+    base = model.base_model
+    name = "layers" if hasattr(base, "layers") else "h"
+    layers = getattr(base, name)
+    for part in (layers, layers[1], next(m for m in layers[1].modules() if "forward" in vars(m))):
+        assert not holds(part, base)
+        assert not holds(part, model.get_input_embeddings())
+    setattr(draft.base_model, name, copy.deepcopy(layers))
+    draft.load_state_dict(model.state_dict())
+    unpacked = {"input_ids": packed.kwargs["input_ids"]}
+    with torch.no_grad():
+        assert torch.equal(draft(**unpacked).logits, model(**unpacked).logits)
+    fpp.apply(draft)
+    assert error(draft, build(family, implementation), packed) < LIMIT
+    fpp.revert(draft)
+    again = copy.deepcopy(model)
+    assert fpp.is_applied(again)
+    assert error(again, build(family, implementation), packed) < LIMIT
+
+
+def test_a_model_made_deeper_by_copies_of_its_layers(build: Build, packed: Call) -> None:
+    def deeper(model: Any) -> Any:
+        layer = copy.deepcopy(model.model.layers[1])
+        layer.self_attn.layer_idx = 2
+        model.model.layers.append(layer)
+        return resized(model, 3)
+
+    model = build()
+    fpp.apply(model)
+    deeper(model)
+    with pytest.raises(fpp.PackingError, match=r"layers\.2\.self_attn is not of the layers"):
+        model(**packed.kwargs)
+    fpp.apply(model)
+    assert error(model, deeper(build()), packed) < LIMIT
+
+
+def test_layers_that_peft_replicates(build: Build, packed: Call) -> None:
+    importlib.import_module("torch.distributed.tensor")  # PEFT 0.19 uses it unasked
+    peft = pytest.importorskip("peft", exc_type=ImportError)
+
+    def replicated(model: Any) -> Any:
+        given = {"target_modules": ["q_proj", "v_proj"], "layer_replication": [[0, 2], [1, 2]]}
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(3)
+            return peft.get_peft_model(model, peft.LoraConfig(init_lora_weights=False, **given))
+
+    model = build()
+    fpp.apply(model)
+    wrapped, stock = replicated(model), replicated(build())
+    with pytest.raises(fpp.PackingError, match=r"self_attn is not of the layers"):
+        wrapped(**packed.kwargs)
+    assert fpp.apply(wrapped).layers == 3
+    assert error(wrapped, stock, packed) < LIMIT

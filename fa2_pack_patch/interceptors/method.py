@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Callable, Optional
 import torch
 
 from ..compat import refuses_without_windows
+from ..copies import Alone
 from ..runs import current
 from .base import (
     Interceptor,
@@ -19,12 +20,12 @@ from .base import (
 )
 
 if TYPE_CHECKING:
-    from ..patch import Site
+    from ..patch import Patch, Site
     from ..runs import Run
     from .base import Sited
 
 
-class PackedMethod:
+class PackedMethod(Alone):
     """Stands for the method on one module; without a packed call in force it is the original."""
 
     def __init__(self, site: Site) -> None:
@@ -32,6 +33,9 @@ class PackedMethod:
         original = getattr(site.owner, site.span.name)
         self.parameters = tuple(inspect.signature(original).parameters)[1:]
         self.by_layer = "max_window_layers" in original.__code__.co_names
+
+    def _parts(self) -> tuple[Patch, torch.nn.Module, str]:
+        return self.site.patch, self.site.module, self.site.span.name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         site = self.site
