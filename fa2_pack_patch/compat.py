@@ -154,6 +154,18 @@ is_compiling: Callable[[], bool] = getattr(torch.compiler, "is_dynamo_compiling"
 is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", _never)
 
 
+def recorder() -> Optional[str]:
+    """What records the operators of this very call for later ones: ``torch.jit.trace``, make_fx."""
+    if torch._C._get_tracing_state() is not None:
+        return "torch.jit.trace"
+    proxies = sys.modules.get("torch.fx.experimental.proxy_tensor")
+    for name in ("get_proxy_mode", "get_innermost_proxy_mode"):  # torch 2.1 has the second alone
+        mode = getattr(proxies, name, None)
+        if mode is not None:
+            return None if mode() is None else "make_fx"
+    return None
+
+
 @lru_cache(maxsize=1)
 def storages_keep_attributes() -> bool:
     """Whether a storage's Python object lives as long as the storage (torch 2.2 and later)."""

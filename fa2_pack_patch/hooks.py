@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Optional
 import torch
 
 from .boundaries import Boundaries, read_boundaries
-from .compat import implementation_of, is_compiling, is_exporting
+from .compat import implementation_of, is_compiling, is_exporting, recorder
 from .detect import added_attention, foreign_core, stock_core
 from .errors import PackingError
 from .forwards import HeadForward, owner_of
@@ -33,17 +33,17 @@ from .reading import (
 )
 from .refusals import (
     check_added,
-    check_exported,
     check_head,
     check_inputs,
     check_mask,
     check_options,
+    check_recorded,
     check_traced,
 )
 from .rope import check_lengths
 from .runs import Run, coming, enter
 from .targets import has_labels, mask_labels
-from .tensors import check_position_ids, mapped_over, quote, upload
+from .tensors import check_position_ids, is_fake, mapped_over, quote, upload
 from .varlen import VarlenLayout
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class ModelHook:
     def __call__(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Optional[tuple[tuple[Any, ...], dict[str, Any]]]:
-        if is_exporting() and check_exported(by_name(module, args, kwargs)):
+        if is_exporting() and check_recorded(by_name(module, args, kwargs)):
             return None
         if is_compiling():
             call = by_name(module, args, kwargs)
@@ -142,7 +142,6 @@ class ModelHook:
                 self.patch.runs.mark_plain(given)
             return None
         self._still_whole(module, unseen=call["position_ids"] is not given)
-        check_traced()
         if self.pooled is not None:
             raise PackingError(
                 f"{self.pooled} gives one result for each row, but this call packs "
@@ -217,6 +216,11 @@ class ModelHook:
         if not varlen and (mapped_over(position_ids) or mapped_over(mask)):
             check_mapped(position_ids, mask)
             return None
+        if not varlen and (is_fake(position_ids) or is_fake(mask)):
+            by_what = recorder()
+            if by_what is not None:
+                check_recorded(call, by_what)
+            return None
         if isinstance(position_ids, torch.Tensor) and not varlen:
             bound = self.patch.runs.bound(position_ids, self.patch)
             if bound is not None:
@@ -265,6 +269,7 @@ class ModelHook:
         if found is None:
             remember_unpacked(None if self.base else (position_ids, mask))
             return None
+        check_traced()
         wide = mask is not None and getattr(mask, "shape", None) != (rows, tokens)
         if wide and cache_of(call) is not None:
             return None  # generation into a static cache brings a mask of its own
@@ -279,6 +284,7 @@ class ModelHook:
         self, call: dict[str, Any], position_ids: Any, mask: Any, rows: int, tokens: int
     ) -> Run:
         """Varlen arguments on a GPU, after a first such call was read: nothing waits for it."""
+        check_traced()
         self.patch.doubts.read()
         layout = device_layout(call, rows * tokens)
         check_options(call, None, self.patch.config)

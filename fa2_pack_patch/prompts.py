@@ -16,7 +16,7 @@ import torch
 from .boundaries import read_boundaries
 from .errors import PackingError
 from .reading import VARLEN, by_name, cache_of, fits, readable, to_host
-from .tensors import check_position_ids, quote
+from .tensors import check_position_ids, has_values, quote
 
 
 def may_be_prompted(call: Mapping[str, Any]) -> bool:
@@ -121,7 +121,7 @@ def _packed(given: Mapping[str, Any]) -> Optional[str]:
             return f"{name} {quote(given[name])}"
     ids, mask = given.get("position_ids"), given.get("attention_mask")
     shaped = mask if ids is None else ids
-    if not isinstance(shaped, torch.Tensor) or shaped.is_meta or shaped.dim() not in (1, 2):
+    if not isinstance(shaped, torch.Tensor) or not has_values(shaped) or shaped.dim() not in (1, 2):
         return None
     ids = None if ids is None else check_position_ids(ids)
     rows, tokens = shaped.shape if ids is None else ids.shape

@@ -16,7 +16,16 @@ from . import compat
 from .boundaries import Boundaries, read_boundaries
 from .errors import PackingError
 from .layout import PackedLayout
-from .tensors import all_mapped, as_tensor, describe, holds_integers, is_mask, mapped_over, quote
+from .tensors import (
+    all_mapped,
+    as_tensor,
+    describe,
+    has_values,
+    holds_integers,
+    is_mask,
+    mapped_over,
+    quote,
+)
 from .varlen import VarlenLayout
 
 VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -131,7 +140,9 @@ def to_host(
     """All that must be read, with one transfer for each device it lies on."""
     cu = [varlen.get(name) for name in VARLEN[:2]]
     for name, given in zip(VARLEN, cu):
-        if isinstance(given, torch.Tensor) and (given.is_meta or given.layout != torch.strided):
+        if not isinstance(given, torch.Tensor):
+            continue
+        if not has_values(given) or given.layout != torch.strided:
             raise PackingError(f"{name} must be a tensor with values, got {describe(given)}.")
     tensors = [t for t in (ids, mask, *cu) if isinstance(t, torch.Tensor)]
     on_device = [t for t in tensors if t.device.type != "cpu"]

@@ -9,6 +9,7 @@ from typing import Any, Optional
 
 import torch
 
+from .compat import recorder
 from .errors import PackingError
 from .layout import PackedLayout
 from .reading import VARLEN, cache_of, fits, handed_over, may_be_segments
@@ -110,8 +111,8 @@ def check_unseen(label: str, position_ids: torch.Tensor) -> None:
         )
 
 
-def check_exported(call: Mapping[str, Any]) -> bool:
-    """Refuse ``torch.export`` of a call that could be packed: there are no values to read.
+def check_recorded(call: Mapping[str, Any], by_what: str = "torch.export") -> bool:
+    """Refuse to record a call that could be packed without values, which say whether it is.
 
     Returns:
         True where it cannot be packed, False where its lengths need no reading.
@@ -127,21 +128,22 @@ def check_exported(call: Mapping[str, Any]) -> bool:
         given.append("attention_mask")
     if given:
         raise PackingError(
-            f"torch.export cannot tell by {', '.join(given)} whether this call is packed. Call "
+            f"{by_what} cannot tell by {', '.join(given)} whether this call is packed. Call "
             "fa2_pack_patch.revert(model) before it and apply after; or leave them out."
         )
     return True
 
 
 def check_traced() -> None:
-    """Refuse ``torch.jit.trace``, which would keep this call's examples for every later one.
+    """Refuse to record a packed call: its examples would be kept for every later one.
 
     Raises:
         PackingError: says what to trace instead.
     """
-    if torch._C._get_tracing_state() is not None:
+    by_what = recorder()
+    if by_what is not None:
         raise PackingError(
-            "torch.jit.trace would keep where the examples of this packed call are, and cut every "
+            f"{by_what} would keep where the examples of this packed call are, and cut every "
             "later call there. Trace a call that is not packed, or use torch.compile."
         )
 

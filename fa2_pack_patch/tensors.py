@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
 
+from .compat import is_compiling
 from .errors import PackingError
 
 _SHOWN = 24
@@ -20,7 +22,7 @@ _MASKS = (torch.bool, torch.float32, torch.float64, torch.bfloat16, torch.float1
 def quote(values: object) -> str:
     """The caller's own values, shortened to fit into an error message."""
     if isinstance(values, torch.Tensor):
-        if values.is_meta or values.layout != torch.strided:
+        if not has_values(values) or values.layout != torch.strided:
             return describe(values)
         values = values.detach().cpu().tolist()
     if isinstance(values, (list, tuple)) and len(values) > _SHOWN:
@@ -32,20 +34,32 @@ def quote(values: object) -> str:
 def describe(tensor: torch.Tensor) -> str:
     """Dtype and shape of the caller's tensor, and whatever else is odd about it."""
     odd = "" if tensor.layout == torch.strided else f" ({tensor.layout})"
-    if tensor.is_meta:
-        odd += " on device meta, where it has no values"
+    if not has_values(tensor):
+        odd += " on device meta, where it" if tensor.is_meta else " in a FakeTensorMode, where it"
+        odd += " has no values"
     return f"{tensor.dtype} of shape {tuple(tensor.shape)}{odd}"
 
 
+def is_fake(tensor: Any) -> bool:
+    """Whether a tensor is of torch's FakeTensorMode: a device and a shape, but no values."""
+    fakes = None if is_compiling() else sys.modules.get("torch._subclasses.fake_tensor")
+    return fakes is not None and isinstance(tensor, fakes.FakeTensor)
+
+
+def has_values(tensor: torch.Tensor) -> bool:
+    return not tensor.is_meta and not is_fake(tensor)
+
+
 def holds_integers(tensor: torch.Tensor) -> bool:
-    """Whether a tensor holds integers that int64 holds too, and can be read: dense, not meta."""
-    return tensor.dtype in _INTEGERS and tensor.layout == torch.strided and not tensor.is_meta
+    """Whether a tensor holds integers that int64 holds too, and can be read: dense, with values."""
+    usual = tensor.dtype in _INTEGERS
+    return usual and tensor.layout == torch.strided and has_values(tensor)
 
 
 def is_mask(tensor: torch.Tensor) -> bool:
     """Whether a tensor holds what a mask may hold, and can be read: dense and real numbers."""
     usual = tensor.dtype in _INTEGERS or tensor.dtype in _MASKS
-    return usual and tensor.layout == torch.strided and not tensor.is_meta
+    return usual and tensor.layout == torch.strided and has_values(tensor)
 
 
 def as_tensor(name: str, values: Any) -> torch.Tensor:

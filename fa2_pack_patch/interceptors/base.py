@@ -288,10 +288,12 @@ def _kernel(
     """The kernel for these tensors; the layer's last choice while nothing that matters changes."""
     needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
     traced = compat.is_compiling()
-    seen = None
+    forward_ad = not traced and kernels.in_forward_ad()
+    seen: Any = None
     if not traced:
         shapes = q.shape[1:], k.shape[1]
-        seen = (q.device, q.dtype, shapes, window, softcap, dropout, needs_grad, kernels.epoch())
+        asked = window, softcap, dropout, needs_grad, forward_ad
+        seen = (q.device, q.dtype, shapes, *asked, kernels.epoch())
         if site.choice is not None and site.choice[0] == seen:
             return site.choice[1]  # type: ignore[no-any-return]
     call = kernels.AttentionCall(
@@ -304,6 +306,7 @@ def _kernel(
         softcap=softcap,
         dropout=dropout,
         needs_grad=needs_grad,
+        forward_ad=forward_ad,
     )
     choose = kernels.select if traced else kernels.choose
     kernel: kernels.Kernel = choose(site.patch.kernel, call)

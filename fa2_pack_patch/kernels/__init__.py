@@ -6,7 +6,7 @@ from functools import lru_cache
 
 from ..errors import KernelUnavailableError
 from . import flash_attn, flash_attn_3, torch_flash
-from .base import AttentionCall, Kernel
+from .base import AttentionCall, Kernel, in_forward_ad
 from .flash_attn import FlashAttn
 from .flash_attn_3 import FlashAttn3
 from .sdpa import Sdpa
@@ -24,6 +24,7 @@ __all__ = [
     "choose",
     "epoch",
     "get",
+    "in_forward_ad",
     "probe",
     "reset",
     "select",

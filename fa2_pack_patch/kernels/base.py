@@ -54,6 +54,7 @@ class AttentionCall:
     softcap: Optional[float]
     dropout: float
     needs_grad: bool
+    forward_ad: bool = False
 
     def __str__(self) -> str:
         text = (
@@ -66,7 +67,14 @@ class AttentionCall:
             text += f", softcap {self.softcap}"
         if self.dropout:
             text += f", dropout {self.dropout}"
+        if self.forward_ad:
+            text += ", forward-mode derivatives"
         return text
+
+
+def in_forward_ad() -> bool:
+    """Whether derivatives are taken in forward mode: ``torch.func.jvp`` and what is made of it."""
+    return torch.autograd.forward_ad._current_level >= 0
 
 
 class Kernel(ABC):
@@ -129,6 +137,8 @@ def flash_reasons(call: AttentionCall) -> list[str]:
         reasons.append(f"needs a CUDA device, got {call.device.type}")
     if call.dtype not in HALF:
         reasons.append(f"needs float16 or bfloat16, got {call.dtype}")
+    if call.forward_ad:
+        reasons.append("has no forward-mode derivatives (torch.func.jvp)")
     if call.head_dim > 256:
         reasons.append(f"head_dim is at most 256, got {call.head_dim}")
     return reasons

@@ -13,7 +13,7 @@ from torch.nn.functional import dropout as drop
 from torch.nn.functional import scaled_dot_product_attention, softmax
 
 from ..varlen import Layout, VarlenLayout
-from .base import AttentionCall, Kernel
+from .base import AttentionCall, Kernel, in_forward_ad
 
 
 class Sdpa(Kernel):
@@ -86,9 +86,9 @@ def _attention(
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
     if window and length > window:
         mask = _windowed(length, window, q.device)
-    if softcap:
+    if softcap or in_forward_ad():
         scores = q @ k.transpose(2, 3) * (q.shape[3] ** -0.5 if scale is None else scale)
-        scores = softcap * torch.tanh(scores / softcap)
+        scores = softcap * torch.tanh(scores / softcap) if softcap else scores
         seen = mask if mask is not None else _windowed(length, length, q.device)
         weights = softmax(scores.masked_fill(~seen, float("-inf")), dim=-1, dtype=torch.float32)
         return drop(weights.to(q.dtype), dropout) @ v
