@@ -26,6 +26,15 @@ class Boundaries:
     lengths: list[int]
     padding: list[bool]
 
+    def over_padding_alone(self, tokens: int) -> bool:
+        """Whether no two examples in a row of ``tokens`` touch: padding is between them all."""
+        at, before = 0, True
+        for length, padding in zip(self.lengths, self.padding):
+            if at % tokens and not (before or padding):
+                return False
+            at, before = at + length, padding
+        return True
+
 
 def read_boundaries(
     position_ids: Optional[torch.Tensor],

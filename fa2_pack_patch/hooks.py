@@ -25,6 +25,7 @@ from .reading import (
     fits,
     from_generate,
     handed_over,
+    in_generate,
     just_read,
     may_be_segments,
     readable,
@@ -266,6 +267,8 @@ class ModelHook:
             )
         else:
             found = read_boundaries(host_ids, host_mask) if readable(host_ids, host_mask) else None
+        if found is not None and not varlen and found.over_padding_alone(tokens) and in_generate():
+            found = None
         if found is None:
             remember_unpacked(None if self.base else (position_ids, mask))
             return None

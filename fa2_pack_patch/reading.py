@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import threading
 import weakref
 from collections.abc import Mapping
+from types import FrameType
 from typing import Any, Optional
 
 import torch
@@ -255,6 +257,20 @@ def from_generate(call: Mapping[str, Any], varlen: Mapping[str, Any], release: V
     if not isinstance(q, torch.Tensor) or not isinstance(k, torch.Tensor):
         return False
     return q.shape == k.shape and q.dtype == k.dtype and not torch.equal(q, k)
+
+
+def in_generate() -> bool:
+    """Whether ``generate()`` is what calls the model: it packs no rows.
+
+    Without a cache it feeds the whole row again, and since 5.0 counts positions on from those of
+    the padding behind a prompt.
+    """
+    frame: Optional[FrameType] = sys._getframe(1)
+    while frame is not None:
+        if str(frame.f_globals.get("__name__")).startswith("transformers.generation."):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def cache_of(call: Mapping[str, Any]) -> Any:

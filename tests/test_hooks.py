@@ -78,6 +78,24 @@ def test_generation_is_unchanged(build: Build) -> None:
         assert same(before[name], value)["status"] == "unchanged", name
 
 
+@pytest.mark.parametrize("cache", [False, True])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_generation_from_padded_prompts(build: Build, side: str, cache: bool) -> None:
+    """Since 5.0 generate() counts on from the padding's positions, as if an example started."""
+    model, stock = build("llama", "eager"), build("llama", "eager")
+    fpp.apply(model)
+    ids = torch.randint(3, 90, (2, 7), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[0, slice(3) if side == "left" else slice(4, None)] = 0
+    options = {"attention_mask": mask, "max_new_tokens": 4, "use_cache": cache}
+    assert torch.equal(model.generate(ids, **options), stock.generate(ids, **options))
+    with torch.no_grad():  # by hand it is a packed call: padding between two examples
+        call = {"input_ids": ids[:1], "attention_mask": torch.tensor([[1, 1, 1, 0, 0, 1, 1]])}
+        call["position_ids"] = torch.tensor([[0, 1, 2, 0, 0, 0, 1]])
+        alone = stock(input_ids=ids[:1, 5:], position_ids=torch.arange(2)[None]).logits
+        assert torch.allclose(model(**call).logits[:, 5:], alone, atol=LIMIT)
+
+
 @pytest.mark.parametrize("kind", REFUSED, ids=lambda k: k.name)
 def test_contradictions_are_refused(build: Build, kind: Kind) -> None:
     model = build("llama", "sdpa")
