@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from packaging.version import Version
 
+import fa2_pack_patch
 from fa2_pack_patch import PackingError
 from fa2_pack_patch.data import DataCollatorWithFlattening
 from tests.trainers import cases, parts, releases, run
@@ -40,6 +42,45 @@ def test_a_plain_loop_with_accelerate() -> None:
 
 def test_examples_can_weigh_the_same() -> None:
     cases.per_example()
+
+
+def raw(features: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """A flattened batch whose labels are the ids, each example's first one too."""
+    ids = [torch.as_tensor(f["input_ids"]) for f in features]
+    row = torch.cat(ids)[None]
+    positions = torch.cat([torch.arange(len(one)) for one in ids])[None]
+    return {"input_ids": row, "labels": row.clone(), "position_ids": positions}
+
+
+@pytest.mark.skipif(parts.release() < Version("4.46"), reason="Trainer counts no targets there")
+def test_first_labels_that_are_not_masked(tmp_path: Any) -> None:
+    """They are no targets, but Trainer counts them: what docs/packing.md says of such batches."""
+    data = [{**f, "labels": f["input_ids"]} for f in parts.examples(8)]
+    losses = {}
+    for name, collator in {
+        "padded": parts.padded,
+        "masked": DataCollatorWithFlattening(),
+        "raw": raw,
+    }.items():
+        model = parts.model()
+        fa2_pack_patch.apply(model)
+        trainer = parts.recording(transformers.Trainer)(
+            model=model,
+            args=parts.arguments(tmp_path, max_steps=1),
+            data_collator=collator,
+            train_dataset=data,
+        )
+        trainer.train()
+        losses[name] = trainer.steps()[0]
+    alone = parts.loss_alone(parts.model(), [data[:4], data[4:]], per_token=True)
+    labels = sum(len(f["labels"]) for f in data)
+    targets, rows = labels - len(data), 2
+    if parts.release() < Version("5.9"):
+        wanted = {"padded": targets / labels, "masked": 1, "raw": targets / labels}
+    else:
+        wanted = {"padded": 1, "masked": 1, "raw": targets / (labels - rows)}
+    for name, share in wanted.items():
+        assert losses[name] == pytest.approx(alone * share, abs=cases.BAR), name
 
 
 def test_the_page_on_packing_runs(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
