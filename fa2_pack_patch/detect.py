@@ -207,18 +207,23 @@ def lists_of(base: torch.nn.Module, attention: list[tuple[str, torch.nn.Module]]
     return {n: len(m) for n, m in lists if any(name.startswith(f"{n}.") for name in inside)}
 
 
-def added_attention(patch: Patch, base: torch.nn.Module) -> list[str]:
-    """The attention modules that came into a patched model after apply.
-
-    All modules are looked through only if a list of layers holds fewer or more than it did.
-    """
+def lists_changed(patch: Patch, base: torch.nn.Module) -> bool:
+    """Whether a list of layers holds fewer or more than it did at apply."""
     for name, layers in patch.lists.items():
         module: Optional[torch.nn.Module] = base
         for part in name.split("."):
             module = None if module is None else module._modules.get(part)
         if module is None or len(module._modules) != layers:
-            break
-    else:
+            return True
+    return False
+
+
+def added_attention(patch: Patch, base: torch.nn.Module) -> list[str]:
+    """The attention modules that came into a patched model after apply.
+
+    All modules are looked through only if a list of layers changed.
+    """
+    if not lists_changed(patch, base):
         return []
     ours = {id(site.module) for site in patch.sites}
     found = attention_modules(base, patch.family, patch.span)

@@ -19,6 +19,10 @@ UNREAD_ROPE = (
     "fa2_pack_patch: this model's rope depends on the lengths of the examples, which are read "
     "outside of the graph; leave out fullgraph=True."
 )
+CHANGED = (
+    "fa2_pack_patch: since apply this model's layers came or went, or it was loaded with another "
+    "Transformers; call fa2_pack_patch.apply(model) again."
+)
 
 
 def eagerly(why: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -9,10 +9,10 @@ import torch
 
 from .boundaries import Boundaries, read_boundaries
 from .compat import implementation_of, is_compiling, is_exporting, recorder
-from .detect import added_attention, foreign_core, stock_core
+from .detect import added_attention, foreign_core, lists_changed, stock_core
 from .errors import PackingError
 from .forwards import HeadForward, owner_of
-from .graphs import UNREAD, UNREAD_ROPE, eagerly
+from .graphs import CHANGED, UNREAD, UNREAD_ROPE, eagerly
 from .layout import PackedLayout
 from .prompts import check_prompts, may_be_prompted
 from .reading import (
@@ -79,10 +79,10 @@ class ModelHook:
             why = UNREAD if self.patch.rope is None else UNREAD_ROPE
             known = handed_over(call) and not may_be_prompted(call)
             if why is UNREAD and self.pooled is None and known:
-                return self._trace(call)
+                return self._trace(module, call)
             run = self.patch.traced
             if self.base and run is not None and run.positions is call.get("position_ids"):
-                return self._enter(call)
+                return self._enter(module, call)
             return eagerly(why, self._unread, module, args, kwargs)  # type: ignore[no-any-return]
         found = self._decide(module, args, kwargs)
         if self.base:
@@ -97,7 +97,9 @@ class ModelHook:
             enter(self.patch)  # what stands for its forward is compiled, and does not
         return found
 
-    def _trace(self, call: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _trace(
+        self, module: torch.nn.Module, call: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """A packed call inside a compiled graph: no value on the device is read."""
         inputs = call.get("input_ids")
         if inputs is None:
@@ -117,9 +119,13 @@ class ModelHook:
         for name in VARLEN:
             call.pop(name, None)
         self.patch.traced = Run(layout, call["position_ids"], layout.max_seqlen, self.patch)
-        return self._enter(call) if self.base else ((), call)
+        return self._enter(module, call) if self.base else ((), call)
 
-    def _enter(self, call: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _enter(
+        self, module: torch.nn.Module, call: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self.patch.stale is not None or lists_changed(self.patch, module):
+            eagerly(CHANGED, self._check_layers, module)
         call["use_cache"] = False
         self._drop_mask(call)
         return (), call
@@ -180,14 +186,17 @@ class ModelHook:
         """False where it was reverted, or undone by somebody else."""
         return any(hook is self for hook in module._forward_pre_hooks.values())
 
+    def _check_layers(self, base: torch.nn.Module) -> None:
+        if self.patch.stale is not None:
+            raise PackingError(f"{self.patch.stale}.")
+        check_added(added_attention(self.patch, base))
+
     def _still_whole(self, model: torch.nn.Module, *, unseen: bool) -> None:
         """Nobody replaced what apply relies on; ``unseen`` if no head saw this call before."""
         patch = self.patch
-        if patch.stale is not None:
-            raise PackingError(f"{patch.stale}.")
         if not self.base:
             return
-        check_added(added_attention(patch, model))
+        self._check_layers(model)
         for edit in patch.edits if unseen else ():
             if isinstance(edit.value, HeadForward) and not edit.value.in_place():
                 raise PackingError(

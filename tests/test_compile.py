@@ -33,6 +33,7 @@ from fa2_pack_patch.errors import PackingError
 from fa2_pack_patch.patch import ATTRIBUTE, Patch
 from fa2_pack_patch.registry import families as registry
 from tests.matrix import models
+from tests.test_layers import deepened
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "compile.md"
@@ -574,6 +575,26 @@ class TestWays:
         eager = copy.deepcopy(model)
         model.forward = torch.compile(model.forward, backend="eager")
         same_as_eager(model, model, reference=eager)
+
+    @pytest.mark.parametrize("fullgraph", [False, True])
+    def test_a_layer_that_came_after_apply(self, build: Build, fullgraph: bool) -> None:
+        """It would attend over the whole row, silently; compiled before it came, and after."""
+        model, batch = patched(build), static_batch([6, 8, 5])
+        compiled = torch.compile(model, backend="eager", fullgraph=fullgraph)
+        compiled(**batch)
+        deepened(model)
+        kind, says = PackingError, r"layers\.2\.self_attn is not of the layers"
+        if fullgraph:
+            kind, says = (
+                torch._dynamo.exc.Unsupported,
+                r"layers came or went.*call .*apply\(model\)",
+            )
+        for _ in range(2):
+            with pytest.raises(kind, match=says):
+                compiled(**batch)
+            torch._dynamo.reset()
+        fa2_pack_patch.apply(model, kernel="sdpa")
+        same_as_eager(model, compiled)
 
     def test_layer_by_layer(self, build: Build) -> None:
         model = patched(build)
