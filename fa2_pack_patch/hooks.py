@@ -13,6 +13,7 @@ from .detect import added_attention, foreign_core, lists_changed, stock_core
 from .errors import PackingError
 from .forwards import HeadForward, owner_of
 from .graphs import CHANGED, UNREAD, UNREAD_ROPE, eagerly
+from .heads import check_unreached
 from .layout import PackedLayout
 from .prompts import check_prompts, may_be_prompted
 from .reading import (
@@ -40,11 +41,12 @@ from .refusals import (
     check_options,
     check_recorded,
     check_traced,
+    one_result_a_row,
 )
 from .rope import check_lengths
 from .runs import Run, coming, enter
 from .targets import has_labels, mask_labels
-from .tensors import check_position_ids, is_fake, mapped_over, quote, upload
+from .tensors import check_position_ids, is_fake, mapped_over, upload
 from .varlen import VarlenLayout
 
 if TYPE_CHECKING:
@@ -148,14 +150,12 @@ class ModelHook:
             if isinstance(given, torch.Tensor):
                 self.patch.runs.mark_plain(given)
             return None
-        self._still_whole(module, unseen=call["position_ids"] is not given)
+        unseen = call["position_ids"] is not given
+        self._still_whole(module, unseen=unseen)
+        if self.base and unseen:
+            check_unreached(module, self.patch.family, call, run.layout)
         if self.pooled is not None:
-            raise PackingError(
-                f"{self.pooled} gives one result for each row, but this call packs "
-                f"{run.layout.examples} examples into its rows (lengths "
-                f"{quote(list(run.layout.lengths))}). Give it one example a row, padded; only "
-                "per-token heads can take packed rows."
-            )
+            raise one_result_a_row(self.pooled, run.layout)
         if not self.base and not self.outer:
             check_head(module)
         self._adjust(call, run)

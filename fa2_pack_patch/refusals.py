@@ -14,6 +14,7 @@ from .errors import PackingError
 from .layout import PackedLayout
 from .reading import VARLEN, cache_of, fits, handed_over, may_be_segments
 from .tensors import describe, holds_integers, mapped_over, quote
+from .varlen import Layout
 
 _LABELS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _FOREIGN = ("head_mask", "encoder_hidden_states", "encoder_attention_mask")
@@ -73,6 +74,15 @@ def positions_kept(module: torch.nn.Module) -> PackingError:
         f"{type(module).__name__}.forward does not hand position_ids on to its base model in this "
         "release, so packed rows would mix examples. Give it one example a row, padded; or call "
         "its base model, and put a head of your own on what that gives."
+    )
+
+
+def one_result_a_row(head: str, layout: Layout) -> PackingError:
+    """What a packed call of a head raises that gives a result for each row, not for each token."""
+    return PackingError(
+        f"{head} gives one result for each row, but this call packs {layout.examples} examples "
+        f"into its rows (lengths {quote(list(layout.lengths))}). Give it one example a row, "
+        "padded; only per-token heads can take packed rows."
     )
 
 

@@ -90,3 +90,44 @@ def test_a_head_that_left_the_base_is_let_go(build: Build) -> None:
     assert error(second) < LIMIT
     assert not first._forward_pre_hooks and "forward" not in first.__dict__
     assert isinstance(second.model, torch.nn.Module) and not fpp.is_applied(first)
+
+
+@pytest.mark.parametrize("order", ["later", "beside"])
+@pytest.mark.parametrize("way", ["called", "forward"])
+def test_a_head_that_apply_never_reached(build: Build, order: str, way: str) -> None:
+    """Its labels are seen by nobody: what another example would predict is no target in silence."""
+    first, second = two_heads(build)
+    fpp.apply(first if order == "beside" else first.model)
+    call = dict(_positions(TWO).kwargs)
+    labels = call["input_ids"].clone()
+    forward = second if way == "called" else second.forward
+    with torch.no_grad():
+        for ids in (call["input_ids"], call["input_ids"].flip(1)):
+            with pytest.raises(fpp.PackingError, match="never called on this LlamaForCausalLM"):
+                forward(**{**call, "input_ids": ids}, labels=labels)
+        forward(**call)
+        forward(input_ids=labels, labels=labels)
+        for example in _positions(TWO).examples:
+            labels[example.row, example.start] = -100
+        with_labels = forward(**call, labels=labels).loss.item()
+    assert with_labels == pytest.approx(loss_alone(second, _positions(TWO), shifted=1), abs=LIMIT)
+    fpp.apply(second)
+    assert error(second) < LIMIT
+
+
+def test_a_pooled_head_that_apply_never_reached(build: Build) -> None:
+    causal, pooled = two_heads(build, "LlamaForSequenceClassification")
+    fpp.apply(causal)
+    with pytest.raises(fpp.PackingError, match="one result for each row"):
+        pooled(**_positions(TWO).kwargs)
+    assert error(causal) < LIMIT
+
+
+@pytest.mark.skipif(
+    not hasattr(transformers, "LlamaForTokenClassification"), reason="no such head yet"
+)
+def test_a_per_token_head_that_apply_never_reached(build: Build) -> None:
+    """All its labels are its own: it needs no apply."""
+    causal, second = two_heads(build, "LlamaForTokenClassification")
+    fpp.apply(causal)
+    assert error(second, shifted=0) < LIMIT
