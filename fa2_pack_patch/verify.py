@@ -14,7 +14,6 @@ import torch
 
 from . import compat
 from .batches import Batch, Examples, Piece, check_ranks, given_batch, random_batches, usual
-from .errors import Fa2PackPatchError
 from .forwards import in_place
 from .gradients import (
     checkpointed,
@@ -157,7 +156,7 @@ class _Proof:
         ]
         self._unpacked(batch, alone, _SIDES * own)
         self._power(batch, alone, _SIDES * own)
-        allowed = 0.0 if out is None or self._exact(batch, out) else _SIDES * own
+        allowed = 0.0 if out is None or why or self._exact(batch, out) else _SIDES * own
         self.checks.append(_check(f"others when one changes, {batch.name}", moved, allowed, why))
         return alone, trials
 
@@ -166,7 +165,9 @@ class _Proof:
         probe, pieces, name = self.probe, batch.pieces, f"calls not packed, {batch.name}"
         try:
             value = self._furthest(each(probe.unpacked, pieces), alone)
-        except Fa2PackPatchError as error:
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except Exception as error:  # stock gave an answer
             self.checks.append(_check(name, math.inf, 0, _why(error)))
             return
         if value and not self._furthest(each(probe.alone, pieces), alone):
@@ -246,7 +247,9 @@ class _Proof:
                     if m != n:
                         pair = after[piece.place], out[piece.place]
                         worst = max(worst, distance(*pair, typical=self.typical))
-        except Fa2PackPatchError as error:
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except Exception as error:
             return math.inf, _why(error)
         return worst, ""
 
