@@ -19,7 +19,7 @@ import torch
 from .compat import is_compiling, storages_keep_attributes
 from .errors import PackingError
 from .layout import PackedLayout
-from .tensors import holds_integers, quote, unwrapped, upload
+from .tensors import holds_integers, mapped_over, quote, unwrapped, upload
 from .varlen import VarlenLayout
 
 if TYPE_CHECKING:
@@ -72,14 +72,38 @@ def coming(patch: Patch, call: Mapping[str, Any]) -> None:
 
 
 def came(patch: Patch, call: Mapping[str, Any]) -> bool:
-    """Whether a forward is that of the call that the hook has just seen; true once."""
+    """Whether a forward is that of the call that the hook has just seen; true once.
+
+    accelerate may have moved all of it to another device in between.
+    """
     owner, marks = getattr(_HERE, "coming", (None, ()))
     _HERE.coming = None, ()
     if owner != id(patch) or not marks:
         return False
+    seen = [None if mark is None else mark() for mark in marks]
     given = [call.get(name) for name in _INPUTS]
     given = [t if isinstance(t, torch.Tensor) else None for t in given]
-    return all((mark and mark()) is t for mark, t in zip(marks, given))
+    if any(mark is not None and t is None for mark, t in zip(marks, seen)):
+        return False  # it ended before its forward
+    if all(one is other for one, other in zip(seen, given)):
+        return True
+    if not all(_equal(one, other) for one, other in zip(seen, given)):
+        return False
+    positions, moved = (tensors[_INPUTS.index("position_ids")] for tensors in (seen, given))
+    run = None if positions is None else patch.runs.bound(positions, patch)
+    if run is not None:
+        patch.runs.bind(moved, run)  # type: ignore[arg-type]
+    return True
+
+
+def _equal(one: Optional[torch.Tensor], other: Optional[torch.Tensor]) -> bool:
+    if one is other:
+        return True
+    if one is None or other is None or (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    if any(t.is_meta or t.layout != torch.strided or mapped_over(t) for t in (one, other)):
+        return False
+    return torch.equal(one.detach().cpu(), other.detach().cpu())
 
 
 class Run:

@@ -162,3 +162,35 @@ def test_nothing_is_seen_before_it_is_called(build: Build, packed: Call) -> None
     handle.remove()
     with torch.no_grad():
         assert hidden_error(model.forward(**packed.kwargs)[0], stock, packed) < LIMIT
+
+
+@pytest.mark.parametrize("kind", ["positions", "lengths alone"])
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_inputs_that_accelerate_moves(build: Build, packed: Call, order: str, kind: str) -> None:
+    """It sends them to the model's device after the model's own hooks have seen them."""
+    hooks = pytest.importorskip("accelerate.hooks")
+
+    class Move(hooks.ModelHook):  # type: ignore[misc,name-defined]
+        def pre_forward(self, module: Any, *args: Any, **kwargs: Any) -> Any:
+            moved = {k: v.clone() if torch.is_tensor(v) else v for k, v in kwargs.items()}
+            return args, moved
+
+    model, stock, call = build(), build().model, packed
+    if kind == "lengths alone":
+        call = _varlen(TWO)
+        rows, tokens = call.kwargs["input_ids"].shape
+        call.kwargs["position_ids"] = torch.arange(tokens).expand(rows, tokens)
+        for e in call.examples:
+            e.positions.copy_(torch.arange(e.start, e.start + len(e.tokens)))
+        if Version("4.42") > RELEASE:
+            pytest.skip("stock's rope is as long as the row there")
+    if order == "before":
+        fpp.apply(model)
+    hooks.add_hook_to_module(model.model, Move())
+    fpp.apply(model)
+    with torch.no_grad():
+        for _ in range(2):
+            found = model(**call.kwargs, output_hidden_states=True).hidden_states[-1]
+            assert hidden_error(found, stock, call) < LIMIT
+        ids = packed.kwargs["input_ids"]
+        assert torch.equal(model(input_ids=ids).logits, build()(input_ids=ids).logits)
