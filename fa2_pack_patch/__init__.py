@@ -3,7 +3,6 @@
 from typing import Any
 
 from .apply import applied, apply, is_applied, revert, supports
-from .detect import Verdict
 from .errors import (
     Fa2PackPatchError,
     KernelUnavailableError,
@@ -13,7 +12,7 @@ from .errors import (
 )
 from .layout import PackedLayout
 from .patch import PatchReport
-from .report import VerifyReport
+from .report import Verdict, VerifyReport
 from .verify import verify
 
 __version__ = "0.1.0"

@@ -13,9 +13,9 @@ from . import compat, kernels, twin
 from .counting import CountHook
 from .detect import (
     Detection,
-    Verdict,
     around,
     attention_modules,
+    check_module,
     class_of,
     detect,
     find_base,
@@ -28,6 +28,7 @@ from .forwards import BaseForward, HeadForward, PackedForward
 from .hooks import ModelHook
 from .interceptors.method import PackedMethod
 from .patch import ATTRIBUTE, Edit, Patch, PatchReport, Site
+from .report import Verdict
 from .rope import RotaryByExample, rope_rule, takes_row_length
 
 #: One model may be applied to, and reverted, from several threads.
@@ -60,14 +61,11 @@ def apply(
             with altered modeling code, and the twin did not pass.
         KernelUnavailableError: ``kernel`` is unknown or cannot serve this model here.
     """
-    if not isinstance(model, torch.nn.Module):
-        raise UnsupportedModelError(
-            type(model).__name__, [f"a torch.nn.Module was expected, got {model!r:.80}"]
-        )
+    check_module(model)
     if kernel != "auto":
         kernels.get(kernel)
     release = compat.release()
-    note = compat.check_release(release, allow_unverified=True)  # a twin may prove it, see below
+    note = compat.check_release(release)  # a twin may prove it, see below
     with _LOCK:
         patch = _patch_of(model)
         if patch is not None:
@@ -117,7 +115,14 @@ def _holds(patch: Patch, outside: Detection) -> bool:
     known = {id(edit.target) for edit in patch.edits}
     attention = attention_modules(outside.base, patch.family, patch.span)
     same = [id(module) for _, module in attention] == [id(site.module) for site in patch.sites]
-    return same and all(id(holder) in known for holder in outside.holders)
+    here = all(id(holder) in known for holder in outside.holders)
+    return same and here and not any(_undone(edit) for edit in patch.edits)
+
+
+def _undone(edit: Edit) -> bool:
+    """Whether somebody else took away what :func:`apply` put there, or a head's forward."""
+    value = edit.value
+    return edit.gone() or (isinstance(value, HeadForward) and not value.in_place())
 
 
 def _heads(patch: Optional[Patch]) -> list[tuple[torch.nn.Module, Optional[str]]]:
@@ -188,7 +193,8 @@ def _plan(found: Detection, kernel: str, note: Optional[str]) -> PatchReport:
     notes += found.notes
     if found.pooled:
         notes.append(
-            f"{', '.join(found.pooled.values())} gives one result a row: packed rows will raise"
+            f"{', '.join(found.pooled.values())} gives one result a row: packed rows will be "
+            "refused"
         )
     patch.report = PatchReport(
         family=found.family.family,
@@ -263,7 +269,11 @@ def revert(model: torch.nn.Module) -> bool:
 
     Returns:
         Whether the model was patched.
+
+    Raises:
+        UnsupportedModelError: ``model`` is no module.
     """
+    check_module(model, "reverted")
     with _LOCK:
         patch = _patch_of(model)
         if patch is None:
@@ -273,7 +283,12 @@ def revert(model: torch.nn.Module) -> bool:
 
 
 def is_applied(model: torch.nn.Module) -> bool:
-    """Whether ``model``, or the model inside its wrappers, is patched."""
+    """Whether ``model``, or the model inside its wrappers, is patched.
+
+    Raises:
+        UnsupportedModelError: ``model`` is no module.
+    """
+    check_module(model, "looked through for a patch")
     return _patch_of(model) is not None
 
 
@@ -282,6 +297,7 @@ def applied(
     model: torch.nn.Module, *, kernel: str = "auto", allow_unverified: bool = False
 ) -> Iterator[PatchReport]:
     """:func:`apply` for a ``with`` block; a model that was patched before stays patched."""
+    check_module(model)
     before = is_applied(model)
     report = apply(model, kernel=kernel, allow_unverified=allow_unverified)
     try:
@@ -318,7 +334,7 @@ def supports(model_or_config: Any) -> Verdict:
     reasons: list[str] = []
     note = None
     try:
-        note = compat.check_release(release, allow_unverified=True)
+        note = compat.check_release(release)
     except UnsupportedReleaseError as error:
         reasons.append(str(error))
     if isinstance(model_or_config, torch.nn.Module):

@@ -6,14 +6,22 @@ must not be its own witness.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Optional, Union
 
 import torch
 
 from .errors import PackingError
-from .tensors import quote
+from .tensors import (
+    as_tensor,
+    check_tokens,
+    describe,
+    fit_position_ids,
+    holds_integers,
+    is_mask,
+    quote,
+)
 
 #: One example a sequence of token ids, or a packed batch as the model is called with.
 Examples = Union[Mapping[str, Any], Sequence[Union[Sequence[int], torch.Tensor]]]
@@ -94,32 +102,100 @@ def random_batches(vocabulary: int, window: Optional[int]) -> list[Batch]:
     ]
 
 
-def given_batch(examples: Examples) -> Batch:
+def given_batch(examples: Examples, vocabulary: int) -> Batch:
     """The user's own examples, or packed batch, as a :class:`Batch`.
 
+    Args:
+        examples: as for :func:`fa2_pack_patch.verify`.
+        vocabulary: how many token ids the model takes.
+
     Raises:
-        PackingError: fewer than two examples, an empty one, or a batch without boundaries.
+        PackingError: no token ids of this vocabulary, fewer than two examples, an empty one, or a
+            batch whose boundaries cannot be read.
     """
     if isinstance(examples, Mapping):
-        return _read_batch(examples)
-    tokens = [torch.as_tensor(e).detach().cpu().to(torch.int64).reshape(-1) for e in examples]
-    if len(tokens) < 2 or any(len(t) == 0 for t in tokens):
+        batch = _read_batch(examples)
+    else:
+        batch = pack([_token_ids(examples)], "your examples")
+    ids = batch.kwargs["input_ids"]
+    wrong = ids[(ids < 0) | (ids >= vocabulary)]
+    if len(wrong):
         raise PackingError(
-            f"verify needs at least two examples of at least one token, got lengths "
-            f"{[len(t) for t in tokens]}."
+            f"this model's embedding takes token ids from 0 to {vocabulary - 1}, got "
+            f"{quote(wrong)}; give ids of the model's own tokenizer."
         )
-    return pack([tokens], "your examples")
+    return batch
+
+
+def _token_ids(examples: Any) -> list[torch.Tensor]:
+    if not isinstance(examples, Iterable) or isinstance(examples, (str, bytes)):
+        raise PackingError(
+            "verify takes examples as a list of sequences of token ids, or as one packed batch (a "
+            f"mapping), got a {type(examples).__name__}: {quote(examples)}."
+        )
+    found = []
+    for n, example in enumerate(examples):
+        if isinstance(example, (str, bytes, Mapping)):
+            raise PackingError(
+                f"example {n} must be a sequence of token ids, got a {type(example).__name__}: "
+                f"{quote(example)}; give its input_ids, as the tokenizer makes them."
+            )
+        tokens = as_tensor(f"example {n}", example).detach()
+        if not holds_integers(tokens) and tokens.numel():
+            raise PackingError(
+                f"example {n} must be token ids, one integer for each token, got "
+                f"{describe(tokens)}: {quote(example)}."
+            )
+        found.append(tokens.cpu().to(torch.int64).reshape(-1))
+    if len(found) < 2 or any(len(t) == 0 for t in found):
+        raise PackingError(
+            "verify needs at least two examples of at least one token, got examples of "
+            f"{quote([len(t) for t in found])} tokens."
+        )
+    return found
+
+
+def _check_batch(kwargs: Mapping[str, Any]) -> None:
+    """Refuse a batch that cannot be read: by its shapes and dtypes.
+
+    Raises:
+        PackingError: quotes them.
+    """
+    ids = kwargs.get("input_ids")
+    if not isinstance(ids, torch.Tensor):
+        given = f"the keys {sorted(kwargs)}" if ids is None else f"a {type(ids).__name__}"
+        raise PackingError(
+            f"verify needs a batch with a tensor input_ids (rows, tokens), got {given}; give that, "
+            "or a list of examples."
+        )
+    check_tokens("input_ids", ids)
+    if not holds_integers(ids):
+        raise PackingError(f"input_ids must be integers, got {describe(ids)}.")
+    rows, width = ids.shape
+    positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
+    if positions is not None:
+        fit_position_ids(positions, rows, width)
+    if mask is not None:
+        tensor = isinstance(mask, torch.Tensor)
+        if not tensor or mask.shape != ids.shape or not is_mask(mask):
+            raise PackingError(
+                "attention_mask must hold 0/1 or segment ids, of shape (rows, tokens) = "
+                f"({rows}, {width}), got {describe(mask) if tensor else quote(mask)}."
+            )
+    lengths = kwargs.get("cu_seq_lens_q")
+    if lengths is not None:
+        lengths = as_tensor("cu_seq_lens_q", lengths)
+        if not holds_integers(lengths) or lengths.dim() != 1 or bool((lengths < 0).any()):
+            raise PackingError(
+                "cu_seq_lens_q must be integers from 0 on, of shape (examples + 1,), got "
+                f"{describe(lengths)}: {quote(lengths)}."
+            )
 
 
 def _read_batch(given: Mapping[str, Any]) -> Batch:
     kwargs = {k: v for k, v in given.items() if v is not None and k != "labels"}
-    ids = kwargs.get("input_ids")
-    if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
-        raise PackingError(
-            "verify needs a batch with input_ids (rows, tokens), got "
-            f"{tuple(ids.shape) if isinstance(ids, torch.Tensor) else sorted(kwargs)}."
-        )
-    ids = ids.detach().cpu().to(torch.int64)
+    _check_batch(kwargs)
+    ids = kwargs["input_ids"].detach().cpu().to(torch.int64)
     rows, width = ids.shape
     starts = torch.zeros(rows, width, dtype=torch.bool)
     starts[:, 0] = True
@@ -147,7 +223,8 @@ def _read_batch(given: Mapping[str, Any]) -> Batch:
     if len(pieces) <= rows:
         raise PackingError(
             f"verify needs a packed batch, but {rows} rows of {width} tokens hold "
-            f"{len(pieces)} examples: position_ids must start anew inside a row."
+            f"{len(pieces)} examples. Give position_ids that start anew inside a row, segment ids "
+            "or cu_seq_lens_q, or a list of examples."
         )
     return Batch("your batch", kwargs, pieces, None if bool(real.all()) else ~real)
 

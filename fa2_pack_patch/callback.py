@@ -121,9 +121,9 @@ class PackingEvents:
         if self._steps == self.check_steps and not self._packed_in_all and not self._compiled:
             raise PackingError(
                 f"no forward of the first {self._steps} training steps was packed; the last one "
-                f"got {self._last or 'nothing'}. Does the data collator flatten the batch and "
-                "return position_ids that start anew at each example, and is "
-                "per_device_train_batch_size above 1? Pass check_steps=0 if this is meant."
+                f"got {self._last or 'nothing'}. Use a data collator that flattens the batch and "
+                "returns position_ids that start anew at each example, and a "
+                "per_device_train_batch_size above 1. Pass check_steps=0 if this is meant."
             )
 
     def on_log(

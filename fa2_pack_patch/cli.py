@@ -16,10 +16,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Optional
 
+from packaging.version import InvalidVersion, Version
+
 from . import __version__, kernels
 from .apply import supports
 from .compat import NEWEST, OLDEST
-from .errors import Fa2PackPatchError
+from .errors import Fa2PackPatchError, in_words
 from .registry import Family, families
 
 #: What a default config lacks in some releases.
@@ -95,7 +97,11 @@ def check(target: str) -> int:
     """The verdict on a config file or a model folder; 0 supported, 1 not, 2 unreadable."""
     path = Path(target)
     if not path.exists():
-        print(f"{target!r} is neither a config.json nor a folder with one.", file=sys.stderr)
+        print(
+            f"{target!r} is neither a config.json nor a folder with one; give the path of one "
+            "that is on this machine (nothing is downloaded).",
+            file=sys.stderr,
+        )
         return 2
     from transformers import AutoConfig
 
@@ -118,30 +124,47 @@ def _load(options: argparse.Namespace) -> Any:
     more: dict[str, Any] = {"torch_dtype": dtype, "trust_remote_code": False}
     if options.implementation:
         more["attn_implementation"] = options.implementation
-    model = AutoModelForCausalLM.from_pretrained(options.target, **more)
-    return model.to(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return AutoModelForCausalLM.from_pretrained(options.target, **more)
 
 
 def prove(options: argparse.Namespace) -> int:
     """Load a model, patch it and verify it; 0 passed, 1 refused or failed, 2 unreadable."""
+    import torch
+
     from .apply import apply
+    from .plots import check_picture
     from .verify import verify
 
     if not Path(options.target).is_dir():
-        print(f"{options.target!r} is not a folder with a model.", file=sys.stderr)
+        print(
+            f"{options.target!r} is not a folder with a model; give one that is on this machine "
+            "(nothing is downloaded).",
+            file=sys.stderr,
+        )
+        return 2
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(1, device=device)
+        if options.plot:
+            check_picture(options.plot)
+    except (ImportError, ValueError) as error:
+        print(f"--plot {options.plot}: {error}", file=sys.stderr)
+        return 2
+    except (RuntimeError, AssertionError) as error:
+        print(f"--device {device} cannot be used: {error}", file=sys.stderr)
         return 2
     try:
-        model = _load(options)
+        model = _load(options).to(device)
     except Exception as error:
         print(f"{options.target!r} could not be loaded as a model: {error}", file=sys.stderr)
         return 2
     result: dict[str, Any] = {"target": options.target, "versions": versions()}
     try:
         patched = apply(model, kernel=options.kernel, allow_unverified=options.allow_unverified)
+        report = verify(model)
     except Fa2PackPatchError as error:
         _print(options, {**result, "passed": False, "refused": str(error)}, str(error))
         return 1
-    report = verify(model)
     result.update(passed=report.passed, patch=str(patched), verify=report.to_dict())
     text = f"{patched}\n{report}"
     if not report.passed:
@@ -150,8 +173,11 @@ def prove(options: argparse.Namespace) -> int:
             "that of `python -m fa2_pack_patch doctor`."
         )
     if options.plot:
-        report.plot(options.plot)
-        text += f"\nleak map: {options.plot}"
+        try:
+            report.plot(options.plot)
+            text += f"\nleak map: {options.plot}"
+        except OSError as error:
+            text += f"\nleak map: could not be written to {options.plot!r}: {error}"
     _print(options, result, text)
     return 0 if report.passed else 1
 
@@ -193,17 +219,28 @@ def release_check(options: argparse.Namespace) -> int:
     from . import compat, twin
 
     installed = str(compat.release())
-    if options.release != installed:
+    try:
+        asked = Version(options.release)
+    except InvalidVersion:
+        print(
+            f"--release {options.release!r} is no version; give one like 5.24.0.", file=sys.stderr
+        )
+        return 2
+    if asked != compat.release():
         print(
             f"--release {options.release} was asked for, but transformers {installed} is "
-            "installed; install the one to check first.",
+            f"installed; pip install transformers=={options.release} first.",
             file=sys.stderr,
         )
         return 2
     chosen = options.families.split(",") if options.families else list(families())
     unknown = sorted(set(chosen) - set(families()))
     if unknown:
-        print(f"unknown families {unknown}; known: {', '.join(families())}", file=sys.stderr)
+        print(
+            f"--families {options.families}: unknown are {unknown}; known: "
+            f"{', '.join(families())}.",
+            file=sys.stderr,
+        )
         return 2
     rows: dict[str, Any] = {}
     lines = [f"transformers {installed}"]
@@ -218,7 +255,7 @@ def release_check(options: argparse.Namespace) -> int:
             rows[name] = report.to_dict()
             lines.append(f"{name}: {'passed' if report.passed else report}")
         except Exception as error:
-            why = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
+            why = in_words(error)
             rows[name] = {"passed": False, "error": why}
             lines.append(f"{name}: FAILED, {why}")
     passed = bool(rows) and all(row["passed"] for row in rows.values())
@@ -282,9 +319,8 @@ def _parser() -> argparse.ArgumentParser:
 def main(arguments: Optional[Sequence[str]] = None) -> int:
     """The command line; exit status 0 fine, 1 not supported or not right, 2 wrong use."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    if given[:1] == ["matrix"] and not any(
-        g.startswith(("--release=", "-h", "--help")) or g == "--release" for g in given
-    ):
+    ours = ("--release", "--families", "--json", "-h", "--help")
+    if given[:1] == ["matrix"] and not any(g.split("=")[0] in ours for g in given):
         return matrix()
     options = _parser().parse_args(given)
     try:

@@ -29,12 +29,11 @@ def release() -> Version:
     return Version(transformers.__version__)
 
 
-def check_release(version: Version, *, allow_unverified: bool) -> Optional[str]:
-    """None for a verified release; a note when an unverified one is let through.
+def check_release(version: Version) -> Optional[str]:
+    """None for a verified release; a note for a newer one, which a twin may prove.
 
     Raises:
-        UnsupportedReleaseError: older than 4.34, or newer than the newest verified release and
-            ``allow_unverified`` is false.
+        UnsupportedReleaseError: older than 4.34.
     """
     if version.release[:2] < OLDEST.release[:2]:
         raise UnsupportedReleaseError(
@@ -42,13 +41,6 @@ def check_release(version: Version, *, allow_unverified: bool) -> Optional[str]:
             f"patched; install transformers {OLDEST} to {NEWEST}. The model is unchanged."
         )
     if version.release[:2] > NEWEST.release[:2]:
-        if not allow_unverified:
-            raise UnsupportedReleaseError(
-                f"transformers {version} is newer than {NEWEST}, the newest release this version "
-                "of fa2_pack_patch was verified with; the model is unchanged. Install an earlier "
-                "Transformers or a later fa2_pack_patch, or pass allow_unverified=True and compare "
-                "packed with separate yourself."
-            )
         return f"transformers {version} is not verified (newest verified: {NEWEST})"
     return None
 

@@ -13,6 +13,7 @@ import torch
 from packaging.version import Version
 
 from . import compat
+from .errors import UnsupportedModelError
 from .interceptors import INTERCEPTORS, home_of
 from .patch import ATTRIBUTE, FORWARDS, Patch, absent
 from .registry import Family, Span, by_base_class, by_model_type, families
@@ -20,34 +21,6 @@ from .registry import Family, Span, by_base_class, by_model_type, families
 _REFUSED_WRAPPERS = {
     "DataParallel": "nn.DataParallel copies the model at each forward; use DistributedDataParallel",
 }
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """Whether a model or a config is supported; true in a condition when it is.
-
-    Attributes:
-        subject: what was looked at.
-        family: the family's name, where one was found.
-        release: the Transformers release it was judged for.
-        reasons: every reason against it; empty when it is supported.
-        notes: quirks of this family in this release.
-    """
-
-    subject: str
-    family: Optional[str]
-    release: str
-    reasons: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-
-    def __bool__(self) -> bool:
-        return not self.reasons
-
-    def __str__(self) -> str:
-        word = "supported" if self else "not supported"
-        head = f"{self.subject}: {word} (family {self.family}, transformers {self.release})"
-        lines = [f"  - {r}" for r in self.reasons] + [f"  note: {n}" for n in self.notes]
-        return "\n".join([head, *lines])
 
 
 @dataclass
@@ -94,6 +67,19 @@ def find_base(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module, Family
     return found
 
 
+def check_module(model: object, what: str = "patched for packed rows") -> None:
+    """Refuse what is no module.
+
+    Raises:
+        UnsupportedModelError: quotes it.
+    """
+    if not isinstance(model, torch.nn.Module):
+        reason = f"a torch.nn.Module was expected, got {model!r:.80}"
+        if isinstance(model, str):
+            reason += "; load it first, with AutoModelForCausalLM.from_pretrained"
+        raise UnsupportedModelError(type(model).__name__, [reason], what)
+
+
 def around(model: torch.nn.Module) -> Detection:
     """The wrappers and heads around the one base model in ``model``, and the reasons against."""
     result = Detection(subject=type(model).__name__)
@@ -110,12 +96,12 @@ def detect(model: torch.nn.Module, release: Version) -> Detection:
     _wrappers(model, result)
     bases = find_base(model)
     if not bases:
-        result.reasons += _why_no_family(model)
+        result.reasons += why_no_family(model)
         return result
     if len(bases) > 1:
         names = ", ".join(f"{n or '(root)'}: {type(m).__name__}" for n, m, _ in bases)
         result.reasons.append(
-            f"it holds {len(bases)} language models ({names}); apply to each by itself"
+            f"it holds {len(bases)} language models ({names}); take one at a time"
         )
         return result
     _, base, family = bases[0]
@@ -149,13 +135,16 @@ def _holders(
             if cls.__module__ != family.module:
                 result.reasons.append(
                     f"its class {cls.__name__} comes from {cls.__module__}, not from "
-                    f"{family.module}"
+                    f"{family.module}; load it as {family.causal}, with trust_remote_code=False"
                 )
             elif cls.__name__ in family.pooled:
                 result.pooled[id(module)] = cls.__name__
             elif cls.__name__ != family.causal and cls.__name__ not in family.per_token:
                 known = [family.causal, *family.per_token, *family.pooled]
-                result.reasons.append(f"the head {cls.__name__} is not known; known: {known}")
+                result.reasons.append(
+                    f"the head {cls.__name__} is not known; known: {known}; use one of them, "
+                    "or the base model in it"
+                )
             result.holders.append(module)
         elif any(c.__name__ == "PeftModel" for c in cls.__mro__):
             if getattr(getattr(module, "active_peft_config", None), "is_prompt_learning", False):
@@ -170,7 +159,8 @@ def _span(family: Family, release: Version, result: Detection) -> Optional[Span]
     span = family.span(release)
     if span is None:
         result.reasons.append(
-            f"family {family.family} is known from transformers {family.since} on, not in {release}"
+            f"family {family.family} is known from transformers {family.since} on, not in "
+            f"{release}; install a later Transformers"
         )
     return span
 
@@ -246,7 +236,8 @@ def _attention(
         names = sorted({type(m).__name__ for _, m in base.named_modules() if _mixes(m)})
         result.reasons.append(
             f"{len(result.attention)} attention modules of {sorted(c.__name__ for c in known)} for "
-            f"{layers} layers; token-mixing modules found: {names or 'none'}"
+            f"{layers} layers; token-mixing modules found: {names or 'none'}. Its layers were "
+            "replaced or left out; load the model with its family's own layers"
         )
         return
     patch = base.__dict__.get(ATTRIBUTE)
@@ -264,17 +255,24 @@ def _attention(
         class_of(first) if span.packed_class is None else getattr(code, span.packed_class, None)
     )
     if owner is None:
-        result.reasons.append(f"{family.module} has no class {span.packed_class}")
+        result.reasons.append(
+            f"{family.module} has no class {span.packed_class}; its code is not the one verified: "
+            f"reinstall transformers {release}"
+        )
         return
     reason = _not_its_own(owner)
     if reason is None:
         reason = INTERCEPTORS[span.via].missing(owner.forward, span.name, owner)
+        reason = reason and f"{reason}: reinstall transformers {release}"
     if reason is None:
         reason = foreign_core(stock_core(first, span, result.implementation), span.name)
     if reason is not None:
         result.reasons.append(reason)
     if not getattr(first, "is_causal", True):
-        result.reasons.append(f"{result.attention[0][0]}.is_causal is false: not a causal decoder")
+        result.reasons.append(
+            f"{result.attention[0][0]}.is_causal is false, but packed rows are for causal "
+            "decoders; give one"
+        )
 
 
 def _unpackable(implementation: str) -> list[str]:
@@ -342,12 +340,12 @@ def _foreign(module: torch.nn.Module, label: str, ours: Mapping[int, Any]) -> Op
     )
 
 
-def _why_no_family(model: torch.nn.Module) -> list[str]:
+def why_no_family(model: torch.nn.Module) -> list[str]:
     pretrained = next(
         (m for m in model.modules() if is_pretrained(m) or hasattr(m, "config")), None
     )
     if pretrained is None:
-        return [f"{type(model).__name__} holds no Transformers model of a supported family"]
+        return [f"{type(model).__name__} holds no Transformers model; supported: {_supported()}"]
     model_type = getattr(getattr(pretrained, "config", None), "model_type", None)
     family = by_model_type(str(model_type))
     if family is not None:
@@ -361,8 +359,11 @@ def _why_no_family(model: torch.nn.Module) -> list[str]:
 
 
 def _unknown(model_type: Any) -> str:
-    known = sorted(t for f in families().values() for t in f.model_types)
-    return f"model_type {model_type!r} is not in the registry; supported: {', '.join(known)}"
+    return f"model_type {model_type!r} is not in the registry; supported: {_supported()}"
+
+
+def _supported() -> str:
+    return ", ".join(sorted(t for f in families().values() for t in f.model_types))
 
 
 def judge_config(config: Any, release: Version) -> Detection:
@@ -385,6 +386,8 @@ def judge_config(config: Any, release: Version) -> Detection:
     result.reasons += _unpackable(result.implementation)
     auto = getattr(config, "auto_map", None)
     if auto:
-        result.notes.append(f"the config has an auto_map ({sorted(auto)}): do not load remote code")
+        result.notes.append(
+            f"the config has an auto_map ({sorted(auto)}): load it without remote code"
+        )
     result.notes += [n.text for n in family.notes if n.releases.contains(release, prereleases=True)]
     return result

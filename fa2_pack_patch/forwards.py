@@ -222,7 +222,12 @@ def layers_missed(missed: Sequence[Site], layers: int) -> PackingError:
             f"{head} They were not called: taken out of the model, or left out by its config. "
             "Call fa2_pack_patch.apply(model) again."
         )
+    if any(edit.gone() for edit in first.patch.edits if edit.target is first.module):
+        return PackingError(
+            f"{head} Somebody took away the forward that apply gave them. Call "
+            "fa2_pack_patch.apply(model) again."
+        )
     return PackingError(
         f"{head} Their forward was replaced after apply (now {owner_of(first.module)}); the result "
-        "would mix examples. Apply fa2_pack_patch last."
+        "would mix examples. Undo that, and call fa2_pack_patch.apply(model) again."
     )

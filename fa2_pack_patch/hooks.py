@@ -46,7 +46,7 @@ from .refusals import (
 from .rope import check_lengths
 from .runs import Run, coming, enter
 from .targets import has_labels, mask_labels
-from .tensors import check_position_ids, is_fake, mapped_over, upload
+from .tensors import check_position_ids, fit_position_ids, is_fake, mapped_over, upload
 from .varlen import VarlenLayout
 
 if TYPE_CHECKING:
@@ -202,8 +202,8 @@ class ModelHook:
                 raise PackingError(
                     f"{type(edit.target).__name__}.forward was replaced after apply (now "
                     f"{owner_of(edit.target)}) and called without the model's hooks, so that the "
-                    "labels at the examples' first tokens would stay targets. Apply "
-                    "fa2_pack_patch last."
+                    "labels at the examples' first tokens would stay targets. Call "
+                    "fa2_pack_patch.apply(model) again, last."
                 )
         module = patch.sites[0].module
         name = implementation_of(module, patch.config, patch.span.via)
@@ -267,7 +267,7 @@ class ModelHook:
             odd = ids.shape[1] != tokens or ids.shape[0] not in (1, rows)
             if odd and not varlen and cache_of(call) is not None:
                 return None
-            ids = self._fitting(position_ids, rows, tokens)
+            ids = fit_position_ids(position_ids, rows, tokens)
         plain = mask if fits(mask, rows, tokens) else None
         host_ids, host_mask, host_cu = to_host(ids, plain, varlen)
         if varlen:
@@ -324,17 +324,8 @@ class ModelHook:
             starts = layout.cu_seqlens.to(torch.int64)[layout.owners()]
             index = torch.arange(rows * tokens, device=layout.cu_seqlens.device)
             return (index - starts).view(rows, tokens)
-        ids = self._fitting(position_ids, rows, tokens)
+        ids = fit_position_ids(position_ids, rows, tokens)
         return ids.to(dtype=torch.int64, copy=True).contiguous()
-
-    def _fitting(self, position_ids: torch.Tensor, rows: int, tokens: int) -> torch.Tensor:
-        ids = check_position_ids(position_ids)
-        if ids.shape[1] != tokens or ids.shape[0] not in (1, rows):
-            raise PackingError(
-                f"position_ids of shape {tuple(position_ids.shape)} do not fit an input of "
-                f"{rows} rows of {tokens} tokens; expected ({rows}, {tokens}) or (1, {tokens})."
-            )
-        return ids.expand(rows, tokens)
 
     def _bind(
         self,

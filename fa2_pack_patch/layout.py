@@ -89,7 +89,10 @@ class PackedLayout:
             )
         total = sum(counts)
         if total >= 2**31:
-            raise PackingError(f"lengths add up to {total} tokens; cu_seqlens is int32: split it.")
+            raise PackingError(
+                f"lengths add up to {total} tokens, which is not below 2**31: cu_seqlens is int32. "
+                "Split the batch."
+            )
         flags = tuple(bool(p) for p in padding) if padding is not None else (False,) * len(counts)
         if len(flags) != len(counts):
             raise PackingError(
@@ -239,7 +242,7 @@ class PackedLayout:
             if mask is not None and mask.dim() == 2:
                 return cls.from_segment_ids(mask)
             raise PackingError(
-                "a batch needs cu_seq_lens_q, position_ids or a 2-D attention_mask to tell its "
+                "a batch must have cu_seq_lens_q, position_ids or a 2-D attention_mask to tell its "
                 f"examples apart, got the keys {quote(sorted(batch))}."
             )
         shaped = next((given[name] for name in names if given[name] is not None), None)
@@ -342,7 +345,10 @@ class PackedLayout:
             raise PackingError(f'side must be "right" or "left", got {side!r}.')
         real = [(start, length) for start, length, pad in self._spans() if not pad]
         if not real:
-            raise PackingError(f"this layout is all padding: lengths {quote(list(self.lengths))}.")
+            raise PackingError(
+                f"this layout is all padding (runs of {quote(list(self.lengths))} tokens): there "
+                "is no example to pad. Leave such batches out."
+            )
         first = torch.tensor([start for start, _ in real])[:, None]
         lengths = torch.tensor([length for _, length in real])[:, None]
         longest = int(lengths.max())

@@ -149,6 +149,17 @@ class Edit:
             if cell is not None:
                 cell.cell_contents = self.value
 
+    def gone(self) -> bool:
+        """Whether it was undone by somebody else: its hook taken away, or stock's forward back."""
+        own = self.target.__dict__
+        if self.hook is not None:
+            hooks = own["_forward_pre_hooks" if self.hook == "pre" else "_forward_hooks"]
+            return all(value is not self.value for value in hooks.values())
+        if self.name not in FORWARDS or "_old_forward" in own:
+            return False
+        forward = own.get("forward")
+        return forward is None or getattr(forward, "__func__", None) is type(self.target).forward
+
     def undo(self) -> None:
         """Undo the change, wherever it is by now; where it is no more, do nothing."""
         if self.hook is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 import torch
 
@@ -40,9 +40,9 @@ def leak_maps(
     probe = Probe.of(model)
     if examples is None:
         generator = torch.Generator().manual_seed(3)
-        vocabulary = int(probe.base.config.vocab_size)  # type: ignore[union-attr,arg-type]
-        examples = [torch.randint(1, vocabulary, (n,), generator=generator) for n in _LENGTHS]
-    batch = given_batch(examples)
+        known = min(probe.rows, probe.vocabulary)
+        examples = [torch.randint(1, known, (n,), generator=generator) for n in _LENGTHS]
+    batch = given_batch(examples, probe.rows)
     maps = {}
     with undisturbed(model):
         with stock(probe):
@@ -59,6 +59,33 @@ def foreign_share(batch: Batch, influences: torch.Tensor) -> float:
     return float(others / influences.sum())
 
 
+def check_picture(path: Union[str, Path]) -> None:
+    """Refuse to draw what could not be written in the end.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        ValueError: ``path`` is in no folder, or of no format that can be written.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            "the leak map is drawn by matplotlib, which is not installed; pip install matplotlib"
+        ) from error
+    path = Path(path)
+    if not path.parent.is_dir() or path.is_dir():
+        raise ValueError(
+            f"the leak map cannot be written to {str(path)!r}; give a file name in a folder that "
+            "there is."
+        )
+    known = sorted(Figure().canvas.get_supported_filetypes())
+    if path.suffix and path.suffix[1:].lower() not in known:
+        raise ValueError(
+            f"the leak map cannot be written to {str(path)!r} as {path.suffix!r}; use one of "
+            f"{known}."
+        )
+
+
 def draw_leaks(
     model: torch.nn.Module,
     path: Path,
@@ -69,13 +96,9 @@ def draw_leaks(
 
     Raises:
         ImportError: matplotlib is not installed.
+        ValueError: ``path`` is in no folder, or of no format that can be written.
     """
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError as error:
-        raise ImportError(
-            "the leak map is drawn by matplotlib, which is not installed: pip install matplotlib"
-        ) from error
+    check_picture(path)
     batch, maps = leak_maps(model, examples)
     from . import compat
 

@@ -12,13 +12,14 @@ import torch
 
 from .batches import Batch, Piece
 from .counting import CountHook
-from .detect import around, find_base, is_pretrained
+from .detect import around, check_module, find_base, is_pretrained, why_no_family
 from .errors import UnsupportedModelError
 from .hooks import ModelHook
 from .patch import ATTRIBUTE, Patch
 from .registry import Family
 from .runs import Run, Runs, enter, leave
 
+_PROVED = "verified"
 #: They exchange buffers and gradients at each call; the model inside is proved by itself.
 _AROUND = ("DistributedDataParallel", "DeepSpeedEngine")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
@@ -45,14 +46,16 @@ class Probe:
         Raises:
             UnsupportedModelError: no language model of a known family in it, or several.
         """
+        check_module(model, _PROVED)
         outside, bases = around(model), find_base(model)
         if outside.reasons:
-            raise UnsupportedModelError(outside.subject, outside.reasons)
-        if len(bases) != 1:
-            raise UnsupportedModelError(
-                type(model).__name__,
-                [f"it holds {len(bases)} language models of known families; one can be verified"],
-            )
+            raise UnsupportedModelError(outside.subject, outside.reasons, _PROVED)
+        if not bases:
+            raise UnsupportedModelError(outside.subject, why_no_family(model), _PROVED)
+        if len(bases) > 1:
+            names = ", ".join(f"{n or '(root)'}: {type(m).__name__}" for n, m, _ in bases)
+            reason = f"it holds {len(bases)} language models ({names}); take one at a time"
+            raise UnsupportedModelError(outside.subject, [reason], _PROVED)
         _, base, family = bases[0]
         call = model
         while type(call).__name__ in _AROUND:
@@ -86,6 +89,22 @@ class Probe:
     @property
     def layers(self) -> int:
         return int(self.base.config.num_hidden_layers)  # type: ignore[union-attr,arg-type]
+
+    @property
+    def rows(self) -> int:
+        """How many token ids the embedding takes: its rows, also where they are sharded."""
+        found = []
+        for module in self.embedding.modules():
+            count, weight = getattr(module, "num_embeddings", None), getattr(module, "weight", None)
+            if isinstance(count, int):
+                found.append(count)
+                if isinstance(weight, torch.Tensor) and weight.is_floating_point():
+                    found += weight.shape[:1] if weight.dim() == 2 else []
+        return max(found, default=self.vocabulary)
+
+    @property
+    def vocabulary(self) -> int:
+        return int(self.base.config.vocab_size)  # type: ignore[union-attr,arg-type]
 
     def packed(self, batch: Batch, **changed: torch.Tensor) -> torch.Tensor:
         """``(rows, T, width)``: logits, or hidden states of a bare base model."""
@@ -232,13 +251,14 @@ def _check_call(model: torch.nn.Module) -> None:
     variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     if "input_ids" in parameters or any(p.kind in variable for p in parameters.values()):
         return
-    raise UnsupportedModelError(type(model).__name__, [_not_called(model, "takes no input_ids")])
+    reason = _not_called(model, "takes no input_ids")
+    raise UnsupportedModelError(type(model).__name__, [reason], _PROVED)
 
 
 def _not_called(model: torch.nn.Module, what: str) -> str:
     inside = next((name for name, m in model.named_modules() if name and is_pretrained(m)), "")
     advice = f"verify its model.{inside} instead" if inside else "verify the model inside it"
-    return f"the forward of {type(model).__qualname__} {what}, so it cannot be proved; {advice}"
+    return f"the forward of {type(model).__qualname__} {what}; {advice}"
 
 
 def _output(model: torch.nn.Module, out: Any) -> torch.Tensor:
@@ -253,7 +273,7 @@ def _output(model: torch.nn.Module, out: Any) -> torch.Tensor:
         if isinstance(found, torch.Tensor) and found.dim() == 3:
             return found
     what = f"gives {type(out).__name__}, neither logits nor last_hidden_state (rows, tokens, width)"
-    raise UnsupportedModelError(type(model).__name__, [_not_called(model, what)])
+    raise UnsupportedModelError(type(model).__name__, [_not_called(model, what)], _PROVED)
 
 
 def is_fsdp(module: torch.nn.Module) -> bool:

@@ -209,7 +209,7 @@ def explicit(
     if q.dtype != k.dtype or not torch.equal(q, k):
         raise PackingError(
             f"cu_seq_lens_q {quote(q)} and cu_seq_lens_k {quote(k)} differ; in self-attention over "
-            "packed rows they are the same."
+            "packed rows they are the same. Give one tensor for both."
         )
     layout = PackedLayout.from_cu_seqlens(q, tokens=rows * tokens)
     for name in VARLEN[2:]:
@@ -217,7 +217,7 @@ def explicit(
         if longest < layout.max_seqlen:
             raise PackingError(
                 f"{name} is {longest}, but the longest example of cu_seq_lens_q "
-                f"{quote(q)} has {layout.max_seqlen} tokens."
+                f"{quote(q)} has {layout.max_seqlen} tokens. Give that or more."
             )
     starts = torch.zeros(rows * tokens, dtype=torch.bool)
     starts[torch.tensor(layout.starts)] = True
@@ -225,7 +225,8 @@ def explicit(
         if not bool(starts[row * tokens]):
             raise PackingError(
                 f"cu_seq_lens_q {quote(q)} lets an example run over from row {row - 1} into row "
-                f"{row} (rows of {tokens} tokens); each row starts an example."
+                f"{row} (rows of {tokens} tokens). Each row starts an example: cut it there, or "
+                "make one row of the batch."
             )
     for name, other in (("position_ids", ids), ("attention_mask", mask)):
         found = None

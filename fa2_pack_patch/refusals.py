@@ -31,7 +31,7 @@ def check_inputs(call: Mapping[str, Any]) -> None:
         given = call.get(name)
         if isinstance(given, torch.Tensor) and given.dim() != shape.count(",") + 1:
             raise PackingError(
-                f"a packed call takes {name} of shape {shape}, got {tuple(given.shape)}."
+                f"{name} of a packed call must be {shape}, got shape {tuple(given.shape)}."
             )
 
 
@@ -46,7 +46,7 @@ def check_labels(labels: torch.Tensor, rows: int, tokens: int, name: str = "labe
     elsewhere = labels.dim() > 1 and labels.shape[-1] != tokens
     if elsewhere or labels.dtype not in _LABELS or labels.layout != torch.strided:
         raise PackingError(
-            f"packed rows take {name} of integers of shape ({rows}, {tokens}), got "
+            f"{name} of packed rows must be integers of shape ({rows}, {tokens}), got "
             f"{describe(labels)}."
         )
 
@@ -115,9 +115,10 @@ def check_unseen(label: str, position_ids: torch.Tensor) -> None:
     rises = position_ids[:, 1:] > position_ids[:, :-1]
     if bool((rises[:, :-2] & ~rises[:, 1:-1] & rises[:, 2:]).any()):
         raise PackingError(
-            f"{label} was given position_ids that start anew ({quote(position_ids[0])}), but the "
-            "base model was not called, only its forward or its layers, so nobody read where the "
-            "examples are. Call the model itself: model(...), not model.forward(...)."
+            f"{label} was given position_ids that start anew ({quote(position_ids[0])}), but "
+            "fa2_pack_patch did not see the model's call, so nobody read where the examples are: "
+            "the layers alone were called, or somebody removed its hooks. Call the model itself, "
+            "or fa2_pack_patch.apply(model) again."
         )
 
 
@@ -168,9 +169,9 @@ def check_mask(mask: Any, rows: int, tokens: int) -> None:
         return
     given = describe(mask) if isinstance(mask, torch.Tensor) else f"a {type(mask).__name__}"
     raise PackingError(
-        "a packed call takes a 2-D attention_mask of shape (rows, tokens) = "
-        f"({rows}, {tokens}) of integers, bools or floats, or none, got {given}; "
-        "encoder, prefix and 4-D masks cannot go with packed rows."
+        f"attention_mask of a packed call must be (rows, tokens) = ({rows}, {tokens}) with "
+        f"integers, bools or floats, got {given}; encoder, prefix and 4-D masks cannot go with "
+        "packed rows. Give one of that shape, or none."
     )
 
 

@@ -137,7 +137,9 @@ def families() -> dict[str, Family]:
         for claim in (*family.model_types, f"{family.module}.{family.base}"):
             other = claimed.setdefault(claim, path.name)
             if other != path.name:
-                raise RegistryError(f"{path.name} and {other} both claim {claim!r}")
+                raise RegistryError(
+                    f"{path.name} and {other} both claim {claim!r}; take it out of one"
+                )
     return found
 
 
@@ -171,14 +173,20 @@ def read(path: Path) -> Family:
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise RegistryError(f"{path.name} cannot be read: {error}") from error
+        raise RegistryError(
+            f"{path.name} cannot be read: {error}; reinstall the package"
+        ) from error
     except (ValueError, RecursionError) as error:  # a number too long for an int, among others
-        raise RegistryError(f"{path.name} is not TOML: {error}") from error
+        raise RegistryError(
+            f"{path.name} is not TOML: {error}; mend it, or reinstall the package"
+        ) from error
     if raw.get("family") != path.stem:
         raise RegistryError(f"{path.name}: family = {raw.get('family')!r} must be {path.stem!r}")
     try:
         return _family(_Table(raw, _KEYS))
-    except (KeyError, TypeError, ValueError) as error:
+    except KeyError as error:
+        raise RegistryError(f"{path.name}: give the key {error}, which is missing") from error
+    except (TypeError, ValueError) as error:
         raise RegistryError(f"{path.name}: {type(error).__name__}: {error}") from error
 
 
@@ -189,8 +197,8 @@ class _Table:
         unknown = sorted(set(raw) - known)
         if unknown:
             raise ValueError(
-                f"unknown keys {unknown}; known: {sorted(known)} (a file of a later version of "
-                "fa2_pack_patch?)"
+                f"unknown keys {unknown}; known: {sorted(known)}; remove them (or is it a file of "
+                "a later version of fa2_pack_patch?)"
             )
         self.raw = raw
 
@@ -234,7 +242,9 @@ def _family(raw: _Table) -> Family:
         raise ValueError(f"module = {module!r} must be a modeling module of Transformers")
     spans = tuple(_span(s) for s in raw.tables("attention", _SPAN_KEYS))
     if not spans:
-        raise ValueError("attention is empty: no release in which the family is reached")
+        raise ValueError(
+            "attention is empty; give a table for each way in which the family is reached"
+        )
     return Family(
         family=raw.text("family"),
         title=raw.text("title"),

@@ -1,4 +1,4 @@
-"""What a proof found: figures, as a table, as JSON and as a leak map."""
+"""What is handed back: a verdict on a model, and what a proof found."""
 
 from __future__ import annotations
 
@@ -9,6 +9,34 @@ from pathlib import Path
 from typing import Any, Optional, Union
 
 import torch
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a model or a config is supported; true in a condition when it is.
+
+    Attributes:
+        subject: what was looked at.
+        family: the family's name, where one was found.
+        release: the Transformers release it was judged for.
+        reasons: every reason against it; empty when it is supported.
+        notes: quirks of this family in this release.
+    """
+
+    subject: str
+    family: Optional[str]
+    release: str
+    reasons: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return not self.reasons
+
+    def __str__(self) -> str:
+        word = "supported" if self else "not supported"
+        head = f"{self.subject}: {word} (family {self.family}, transformers {self.release})"
+        lines = [f"  - {r}" for r in self.reasons] + [f"  note: {n}" for n in self.notes]
+        return "\n".join([head, *lines])
 
 
 @dataclass(frozen=True)
@@ -90,6 +118,7 @@ class VerifyReport:
 
         Raises:
             ImportError: matplotlib is not installed.
+            ValueError: ``path`` is in no folder, or of no format that can be written.
             RuntimeError: the model is gone.
         """
         from .plots import draw_leaks

@@ -11,6 +11,7 @@ from .compat import is_compiling
 from .errors import PackingError
 
 _SHOWN = 24
+_LONGEST = 600
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8) + tuple(
     getattr(torch, name) for name in ("uint16", "uint32") if hasattr(torch, name)
 )
@@ -27,8 +28,10 @@ def quote(values: object) -> str:
         values = values.detach().cpu().tolist()
     if isinstance(values, (list, tuple)) and len(values) > _SHOWN:
         head = ", ".join(str(v) for v in values[:_SHOWN])
-        return f"[{head}, … {len(values)} in all]"
-    return str(values)
+        text = f"[{head}, … {len(values)} in all]"
+    else:
+        text = str(values)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}… ({len(text)} characters in all)"
 
 
 def describe(tensor: torch.Tensor) -> str:
@@ -101,6 +104,18 @@ def check_position_ids(position_ids: torch.Tensor) -> torch.Tensor:
     if not holds_integers(position_ids):
         raise PackingError(f"position_ids must be int32 or int64, got {describe(position_ids)}.")
     return position_ids[None] if position_ids.dim() == 1 else position_ids
+
+
+def fit_position_ids(position_ids: torch.Tensor, rows: int, tokens: int) -> torch.Tensor:
+    """``position_ids`` as ``(rows, tokens)``, one row for all, or a :class:`PackingError`."""
+    ids = check_position_ids(position_ids)
+    if ids.shape[1] != tokens or ids.shape[0] not in (1, rows):
+        raise PackingError(
+            f"position_ids of shape {tuple(position_ids.shape)} do not fit an input of {rows} rows "
+            f"of {tokens} tokens; expected ({rows}, {tokens})"
+            f"{f' or (1, {tokens})' if rows > 1 else ''}."
+        )
+    return ids.expand(rows, tokens)
 
 
 def mask_on_host(mask: Any) -> torch.Tensor:

@@ -28,7 +28,7 @@ import torch
 from packaging.version import Version
 
 from . import compat
-from .errors import UnsupportedReleaseError
+from .errors import UnsupportedReleaseError, in_words
 from .registry import Family, folder
 
 #: The form of a cache file; of any other form it is not read.
@@ -279,9 +279,9 @@ def check(config: Any, family: Family, implementation: str, why: str) -> str:
     except Exception as error:
         raise UnsupportedReleaseError(
             f"{why}, and a two-layer twin of this config could not be tried: "
-            f"{type(error).__name__}: {' '.join(str(error).split())[:400]}. The model is "
-            "unchanged. Install an earlier Transformers or a later fa2_pack_patch, or pass "
-            "allow_unverified=True and call fa2_pack_patch.verify(model) yourself."
+            f"{in_words(error)}. The model is unchanged. Install an earlier Transformers or a "
+            "later fa2_pack_patch, or pass allow_unverified=True and call "
+            "fa2_pack_patch.verify(model) yourself."
         ) from error
     if not report.passed:
         raise UnsupportedReleaseError(

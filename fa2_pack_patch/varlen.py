@@ -130,6 +130,6 @@ class Doubts:
                     "not fit its rows, its max_length_q, its cu_seq_lens_k or its position_ids: "
                     "they must run from 0 to the token count, start an example at each row and at "
                     "each reset of position_ids, and no example may exceed max_length_q. Its "
-                    "result is not to be trusted (varlen arguments on a GPU are checked without "
-                    "waiting for it)."
+                    "result is not to be trusted: make them right, and go back to before that call "
+                    "(varlen arguments on a GPU are checked without waiting for it)."
                 )

@@ -14,6 +14,7 @@ import torch
 
 from . import compat
 from .batches import Batch, Examples, Piece, check_ranks, given_batch, random_batches, usual
+from .errors import in_words
 from .forwards import in_place
 from .gradients import (
     checkpointed,
@@ -67,12 +68,12 @@ def verify(model: torch.nn.Module, *, examples: Optional[Examples] = None) -> Ve
         PackingError: ``examples`` cannot be packed.
     """
     probe = Probe.of(model)
-    vocabulary = int(getattr(probe.base.config, "vocab_size"))  # noqa: B009
+    vocabulary = min(probe.rows, probe.vocabulary)
     if examples is None:
         window = getattr(probe.base.config, "sliding_window", None)
         batches = random_batches(vocabulary, window if isinstance(window, int) else None)
     else:
-        batches = [given_batch(examples)]
+        batches = [given_batch(examples, probe.rows)]
     if probe.sharded:
         check_ranks(batches)
     with_gradients = torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
@@ -90,10 +91,6 @@ def verify(model: torch.nn.Module, *, examples: Optional[Examples] = None) -> Ve
 
 def _check(name: str, value: float, allowed: float, note: str = "") -> Check:
     return Check(name, value, allowed, value <= allowed, note)
-
-
-def _why(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
 
 
 class _Proof:
@@ -141,8 +138,10 @@ class _Proof:
             except torch.cuda.OutOfMemoryError:
                 raise
             except Exception as error:
-                note = _why(error)
+                note = in_words(error)
             missing = self._missing(runs)
+            if missing and not note:
+                note = self._why_missing(missing, runs)
         moved, why = self._moved(batch, out)
         if moved and not why and self._company(pieces):
             trials.append(settled(probe.padded(pieces)))
@@ -168,7 +167,7 @@ class _Proof:
         except torch.cuda.OutOfMemoryError:
             raise
         except Exception as error:  # stock gave an answer
-            self.checks.append(_check(name, math.inf, 0, _why(error)))
+            self.checks.append(_check(name, math.inf, 0, in_words(error)))
             return
         if value and not self._furthest(each(probe.alone, pieces), alone):
             allowed = 0.0
@@ -195,7 +194,7 @@ class _Proof:
         except torch.cuda.OutOfMemoryError:
             raise
         except Exception as error:
-            self.checks.append(_check("loss", math.inf, 0, _why(error)))
+            self.checks.append(_check("loss", math.inf, 0, in_words(error)))
             return
         allowed = _SIDES * own + float(wanted.abs()) * torch.finfo(loss.dtype).eps
         for name, found in (("loss", loss), ("loss by shifted labels", shifted)):
@@ -215,6 +214,19 @@ class _Proof:
         if any(hasattr(m, "_orig_mod") for m in (self.probe.model, *self.probe.model.modules())):
             return layers - sum(in_place(site) for site in patch.sites)  # inside of a graph
         return layers
+
+    def _why_missing(self, missing: int, runs: Sequence[Any]) -> str:
+        if self.probe.patch is None:
+            return "the model is not patched: call fa2_pack_patch.apply(model)"
+        if not runs:
+            return (
+                "fa2_pack_patch did not see this call: somebody removed its hooks; call "
+                "fa2_pack_patch.apply(model) again"
+            )
+        return (
+            f"{missing} of {self.probe.layers} attention layers did not run packed; call "
+            "fa2_pack_patch.apply(model) again, after whatever else changes the model"
+        )
 
     def _power(self, batch: Batch, alone: Sequence[torch.Tensor], allowed: float) -> None:
         """Is the tolerance small against what mixing examples does?"""
@@ -250,7 +262,7 @@ class _Proof:
         except torch.cuda.OutOfMemoryError:
             raise
         except Exception as error:
-            return math.inf, _why(error)
+            return math.inf, in_words(error)
         return worst, ""
 
     def _some(self, pieces: Sequence[Piece]) -> range:
@@ -319,7 +331,7 @@ class _Proof:
         except torch.cuda.OutOfMemoryError:
             raise
         except Exception as error:
-            note = _why(error)
+            note = in_words(error)
             self.checks += [_check(n, math.inf, 0, note) for n in names[:1]]
             return
         packed = [found[p.place].cpu() for p in pieces]

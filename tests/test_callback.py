@@ -117,7 +117,7 @@ def test_dropped_positions_are_an_error(tmp_path: Any) -> None:
         del batch["position_ids"]
         return batch
 
-    with pytest.raises(PackingError, match="Does the data collator flatten"):
+    with pytest.raises(PackingError, match="Use a data collator that flattens"):
         trainer(tmp_path, Fa2PackPatchCallback(), without).train()
 
 

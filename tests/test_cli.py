@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -102,6 +104,85 @@ def test_verify_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert cli.main(["verify", "no/such/folder"]) == 2
     assert cli.main(["verify", str(tmp_path)]) == 2
     assert "could not be loaded" in capsys.readouterr().err
+
+
+def _wrong_uses(folder: str, tmp_path: Path) -> dict[str, tuple[list[str], list[str]]]:
+    """Command lines, and what each is told."""
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / "config.json").write_text("{")
+    (tmp_path / "unknown").mkdir()
+    (tmp_path / "unknown" / "config.json").write_text('{"model_type": "frobnicated"}')
+    odd, unknown = str(tmp_path / "odd"), str(tmp_path / "unknown")
+    return {
+        "no folder": (["verify", "org/model"], ["'org/model' is not a folder", "give one"]),
+        "a file": (
+            ["verify", str(tmp_path / "file")],
+            ["is not a folder", "nothing is downloaded"],
+        ),
+        "no JSON": (["verify", odd], ["could not be loaded as a model", "config.json"]),
+        "unknown type": (["verify", unknown], ["could not be loaded as a model", "frobnicated"]),
+        "no device": (["verify", folder, "--device", "tpuu"], ["--device tpuu cannot be used"]),
+        "check of nothing": (["check", "org/model"], ["neither a config.json", "give the path"]),
+        "check of no JSON": (["check", odd], ["could not be read as a config"]),
+        "check of unknown": (["check", unknown], ["could not be read as a config", "frobnicated"]),
+        "no version": (["matrix", "--release", "new"], ["'new' is no version; give one like"]),
+        "other release": (
+            ["matrix", "--release", "9.9"],
+            ["--release 9.9 was asked for", "pip install transformers==9.9 first"],
+        ),
+        "no family": (
+            ["matrix", "--release", str(compat.release()), "--families", "llama,lama"],
+            ["unknown are ['lama']", "known: cohere"],
+        ),
+    }
+
+
+def test_wrong_use_is_told_in_a_line(
+    folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for which, (arguments, parts) in _wrong_uses(folder, tmp_path).items():
+        capsys.readouterr()
+        assert cli.main(arguments) == 2, which
+        said = capsys.readouterr()
+        assert not said.out, which
+        for part in parts:
+            assert part in said.err, which
+
+
+@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="no matplotlib")
+@pytest.mark.parametrize(
+    ("name", "part"), [("no/such/folder/x.png", "in a folder that there is"), ("x.odd", "'.odd'")]
+)
+def test_a_picture_that_cannot_be_written_is_told_first(
+    folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, part: str
+) -> None:
+    with mock.patch.object(cli, "_load", side_effect=AssertionError("it was loaded")):
+        assert cli.main(["verify", folder, "--plot", str(tmp_path / name)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("--plot ") and part in said
+
+
+def test_a_picture_without_matplotlib(
+    folder: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert cli.main(["verify", folder, "--plot", "leak.png"]) == 2
+    assert "pip install matplotlib" in capsys.readouterr().err
+
+
+def test_a_malformed_registry_file_is_told_in_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "toy.toml").write_text("family = ")
+    monkeypatch.setattr(registry, "folder", lambda: tmp_path)
+    registry.families.cache_clear()
+    try:
+        assert cli.main(["families"]) == 1
+    finally:
+        registry.families.cache_clear()
+    assert capsys.readouterr().err.startswith("toy.toml is not TOML")
 
 
 def test_verify_of_an_unsupported_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -327,7 +327,9 @@ def test_a_shifted_label_of_another_example_is_no_target(build: Build, kind: str
     loss = model(**call.kwargs, labels=ids, shift_labels=given).loss
     assert loss.item() == pytest.approx(own_losses(alone, call), abs=LIMIT)
     assert torch.equal(given, shifted)
-    with pytest.raises(fpp.PackingError, match=r"shift_labels of integers of shape \(2, 20\)"):
+    with pytest.raises(
+        fpp.PackingError, match=r"shift_labels of packed rows must be integers of shape \(2, 20\)"
+    ):
         model(**call.kwargs, labels=ids, shift_labels=given.float())
 
 

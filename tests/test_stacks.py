@@ -337,7 +337,11 @@ STACKS = [
     Stack("liger-like", liger_like),
     Stack("liger", liger),
     # Two that pass both of ours by: the head's forward replaced, and called without its hooks.
-    Stack("lora-liger-like", lambda model: lora(liger_like(model)), refused="Apply .* last"),
+    Stack(
+        "lora-liger-like",
+        lambda model: lora(liger_like(model)),
+        refused=r"apply\(model\) again, last",
+    ),
 ]
 
 

@@ -85,6 +85,7 @@ def test_altered_code_that_breaks_packing_is_refused_with_figures(
             fpp.apply(model)
         assert "logits, one row" in str(caught.value) and "FAILED" in str(caught.value)
         assert "allow_unverified" not in str(caught.value)
+        assert "Install an earlier Transformers or a later" in str(caught.value)
     assert state(model) == before
     assert not list(cache.glob("*"))
     assert fpp.apply(model, allow_unverified=True).notes

@@ -329,7 +329,7 @@ def test_own_batches_of_every_kind(build: Build) -> None:
     ("examples", "says"),
     [
         ([[5, 6]], "at least two examples"),
-        ([[5, 6], []], "lengths [2, 0]"),
+        ([[5, 6], []], "examples of [2, 0] tokens"),
         ({"input_ids": torch.ones(2, 4, dtype=torch.long)}, "2 rows of 4 tokens hold 2 examples"),
         ({"inputs_embeds": torch.ones(2, 4, 8)}, "input_ids (rows, tokens)"),
     ],
@@ -340,8 +340,33 @@ def test_examples_that_are_not_packed(build: Build, examples: Any, says: str) ->
     assert says in str(caught.value)
 
 
+def test_token_ids_are_what_the_embedding_takes(build: Build) -> None:
+    """Which may have fewer or more rows than the config says."""
+    model: Any = build()
+    fpp.apply(model)
+    model.resize_token_embeddings(120)
+    assert fpp.verify(model, examples=[[5, 110], [7, 8, 119]])
+    model = build().model
+    model.embed_tokens = torch.nn.Embedding(120, model.config.hidden_size)
+    fpp.apply(model)
+    assert model.config.vocab_size == 97
+    assert fpp.verify(model, examples=[[5, 110], [7, 8, 119]])
+    with pytest.raises(fpp.PackingError, match=r"from 0 to 119, got \[120\]"):
+        fpp.verify(model, examples=[[5, 120], [7, 8]])
+    fewer = build().model
+    fewer.embed_tokens = torch.nn.Embedding(50, fewer.config.hidden_size)
+    fpp.apply(fewer)
+    assert fpp.verify(fewer)
+    with mock.patch.object(type(fewer), "forward", side_effect=AssertionError("it was run")):
+        for examples in ([[5, 60], [7, 8]], [[5, -1], [7, 8]]):
+            with pytest.raises(fpp.PackingError, match=r"from 0 to 49, got \[(60|-1)\]"):
+                fpp.verify(fewer, examples=examples)
+            with pytest.raises(fpp.PackingError, match="from 0 to 49"):
+                plots.leak_maps(fewer, examples)
+
+
 def test_a_model_of_no_known_family() -> None:
-    with pytest.raises(fpp.UnsupportedModelError, match="0 language models"):
+    with pytest.raises(fpp.UnsupportedModelError, match="holds no Transformers model"):
         fpp.verify(torch.nn.Linear(2, 2))
 
 

@@ -115,7 +115,10 @@ class DataCollatorWithFlattening:
                 f"pad_to_multiple_of={pad_to_multiple_of}."
             )
         if truncation and max_length is None:
-            raise ValueError("truncation=True needs max_length, got max_length=None.")
+            raise ValueError(
+                "truncation=True needs max_length, got max_length=None; give the most tokens that "
+                "an example may have."
+            )
         if return_tensors not in ("pt", "np"):
             raise ValueError(f'return_tensors must be "pt" or "np", got {return_tensors!r}.')
         self.return_position_ids = return_position_ids
@@ -198,7 +201,10 @@ class DataCollatorWithFlattening:
     def _example(self, feature: Feature, at: int) -> dict[str, torch.Tensor]:
         """One example's tensors, its own padding taken out."""
         if "input_ids" not in feature:
-            raise PackingError(f"example {at} has no input_ids; its keys are {sorted(feature)}.")
+            raise PackingError(
+                f"example {at} has no input_ids; its keys are {sorted(feature)}. Tokenize the data "
+                "set first."
+            )
         ids = _numbers(feature["input_ids"], "input_ids", at)
         if ids.dim() != 1 or ids.is_floating_point():
             raise PackingError(
@@ -286,6 +292,11 @@ class DataCollatorWithFlattening:
         return varlen
 
 
+def _kind(value: Any) -> str:
+    shape = getattr(value, "shape", None)
+    return f"a {type(value).__name__}" + ("" if shape is None else f" of shape {tuple(shape)}")
+
+
 def rows_of(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The rows of a padded batch as examples, padding taken out by ``attention_mask``.
 
@@ -296,16 +307,21 @@ def rows_of(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
         PackingError: no ``input_ids``, or more than one row and no ``attention_mask``.
     """
     if "input_ids" not in batch:
-        raise PackingError(f"the inner collator gave no input_ids but {sorted(batch)}.")
+        raise PackingError(
+            f"the inner collator gave no input_ids but {sorted(batch)}; give one whose batches "
+            "have input_ids, attention_mask and labels of shape (rows, tokens)."
+        )
     ids = torch.as_tensor(batch["input_ids"])
     if ids.dim() != 2:
         raise PackingError(
-            f"the inner collator gave input_ids of shape {tuple(ids.shape)}, not (rows, tokens)."
+            f"the inner collator gave input_ids of shape {tuple(ids.shape)}, not (rows, tokens); "
+            "give one that pads its examples into rows."
         )
     if batch.get("attention_mask") is None and len(ids) > 1:
         raise PackingError(
             f"the inner collator gave {len(ids)} rows without attention_mask: which tokens are "
-            "padding cannot be known (a padding id may also be a real token)."
+            "padding cannot be known (a padding id may also be a real token). Let it return the "
+            "mask."
         )
     rows: list[dict[str, Any]] = []
     for at in range(len(ids)):
@@ -315,8 +331,9 @@ def rows_of(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
                 continue
             if not hasattr(value, "shape") or not len(value.shape) or len(value) != len(ids):
                 raise PackingError(
-                    f"the inner collator's {key!r} is not one entry for each of its {len(ids)} "
-                    "rows; it cannot be laid end to end."
+                    f"the inner collator gave {key!r} as {_kind(value)}, not one entry for each of "
+                    f"its {len(ids)} rows, so it cannot be laid end to end; let it leave {key!r} "
+                    "out."
                 )
             row[key] = value[at]
         rows.append(row)
@@ -377,5 +394,5 @@ def _same_keys(examples: list[dict[str, torch.Tensor]], at: list[int]) -> None:
             odd = sorted(k for k in set(wanted) | set(found) if wanted.get(k) != found.get(k))
             raise PackingError(
                 f"example {index} differs from example {at[0]} in {odd}: each key must be in every "
-                "example, as one number in all or as one a token in all."
+                "example, as one number in all of them or as one for each token in all."
             )

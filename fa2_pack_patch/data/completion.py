@@ -82,7 +82,10 @@ class DataCollatorForCompletionOnlyLM:
         self.padding_free = padding_free
         self.on_missing = on_missing
         if not padding_free and tokenizer is None:
-            raise ValueError("padding_free=False pads with the tokenizer, got tokenizer=None.")
+            raise ValueError(
+                "padding_free=False pads with the tokenizer, got tokenizer=None; give it, or "
+                "padding_free=True."
+            )
         pad = getattr(tokenizer, "pad_token_id", None)
         if padding_free and pad is not None:
             flattening.setdefault("pad_token_id", pad)
@@ -91,7 +94,10 @@ class DataCollatorForCompletionOnlyLM:
     def _ids(self, template: Template, name: str) -> list[int]:
         if isinstance(template, str):
             if self.tokenizer is None:
-                raise ValueError(f"{name}={template!r} is text and needs a tokenizer, got None.")
+                raise ValueError(
+                    f"{name}={template!r} is text and needs a tokenizer, got None; give "
+                    "tokenizer=..., or the template's ids."
+                )
             ids = self.tokenizer.encode(template, add_special_tokens=False)
         else:
             ids = [int(i) for i in template]
@@ -119,7 +125,10 @@ class DataCollatorForCompletionOnlyLM:
             dict(feature) if isinstance(feature, Mapping) else {"input_ids": list(feature)}
         )
         if "input_ids" not in given:
-            raise PackingError(f"example {at} has no input_ids; its keys are {sorted(given)}.")
+            raise PackingError(
+                f"example {at} has no input_ids; its keys are {sorted(given)}. Tokenize the data "
+                "set first."
+            )
         ids = torch.as_tensor(given["input_ids"]).tolist()
         given["input_ids"] = ids
         given["labels"] = self._labels(ids, at)

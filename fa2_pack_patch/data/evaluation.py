@@ -105,7 +105,7 @@ def _spans(position_ids: Any, mask: Any) -> list[tuple[int, int, int]]:
         if not bool(real[row, :kept].all()):
             raise PackingError(
                 f"row {row} of the evaluation has padding before its end: {quote(positions[row])}; "
-                "metrics take rows whose padding is at the end."
+                "give rows whose padding is at the end."
             )
         here = positions[row, :kept]
         starts = [0, *((here[1:] <= here[:-1]).nonzero().flatten() + 1).tolist(), kept]

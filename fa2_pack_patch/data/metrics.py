@@ -116,7 +116,8 @@ def token_counts(labels: torch.Tensor, layout: PackedLayout) -> TokenCounts:
     labels = of_array("labels", labels)
     if labels.numel() != layout.tokens:
         raise PackingError(
-            f"labels of shape {tuple(labels.shape)} do not fit a layout of {layout.tokens} tokens."
+            f"labels of shape {tuple(labels.shape)} do not fit a layout of {layout.tokens} tokens; "
+            "give (rows, tokens) of the batch that the layout is of."
         )
     target, owner, examples = _targets(labels, layout)
     lengths = [n for n, pad in zip(layout.lengths, _flags(layout)) if not pad]
@@ -237,7 +238,8 @@ def effective_batch(
     if not any(m.tokens for m in micro):
         raise PackingError(
             f"there is no example in any of the {len(micro)} batches, only padding "
-            f"({quote([m.computed for m in micro])} tokens); is their attention_mask right?"
+            f"({quote([m.computed for m in micro])} tokens); give batches whose attention_mask is "
+            "not 0 at an example's tokens."
         )
     width = gradient_accumulation_steps * world_size
     groups = [micro[at : at + width] for at in range(0, len(micro), width)]

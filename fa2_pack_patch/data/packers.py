@@ -107,7 +107,9 @@ def density(bins: Iterable[Sequence[Any]], lengths: Lengths, capacity: int) -> f
         count += 1
         total += sum(h.stop - h.start if isinstance(h, Piece) else int(sizes[h]) for h in held)
     if not count:
-        raise PackingError("there are no bins; their density is not defined.")
+        raise PackingError(
+            "got no bins, of which there is no density; give what pack_lengths returned."
+        )
     return total / (count * capacity)
 
 

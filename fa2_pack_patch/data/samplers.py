@@ -76,7 +76,7 @@ class PackedBatchSampler(Sampler):  # type: ignore[type-arg]
             raise ValueError(f"seed must be a non-negative integer, got {seed!r}.")
         self.lengths = check_lengths(lengths)
         if not len(self.lengths):
-            raise PackingError("there are no lengths; give the tokens of at least one example.")
+            raise PackingError("got no lengths; give the number of tokens of at least one example.")
         if too_long == "truncate":
             self.lengths = np.minimum(self.lengths, capacity)
         self.capacity = capacity
@@ -268,7 +268,10 @@ class DistributedPackedBatchSampler(PackedBatchSampler):
         **options: Any,
     ) -> None:
         if "multiple_of" in options:
-            raise ValueError("multiple_of is num_replicas here; leave it out.")
+            raise ValueError(
+                f"multiple_of is num_replicas here, got multiple_of={options['multiple_of']!r}; "
+                "leave it out."
+            )
         self.num_replicas, self.rank = replicas(num_replicas, rank)
         super().__init__(lengths, capacity, multiple_of=self.num_replicas, **options)
 

@@ -85,7 +85,10 @@ def _attention(
     **__: Any,
 ) -> tuple[torch.Tensor, None]:
     if s_aux is not None:
-        raise PackingError(f"{site.label}: attention sinks (s_aux) cannot be packed yet.")
+        raise PackingError(
+            f"{site.label} has attention sinks (s_aux), which no kernel here takes. Give it one "
+            "example a row, padded."
+        )
     out = attend(
         site,
         run,

@@ -64,16 +64,12 @@ def select(name: str, call: AttentionCall) -> Kernel:
         if not _against(kernel, call):
             return kernel
     against = {k.name: _against(k, call) for k in KERNELS.values()}
-    able = [n for n, reasons in against.items() if not reasons]
+    able = [n for n, reasons in against.items() if not reasons]  # sdpa always
     quoted = against.items() if name == "auto" else [(name, against[name])]
     text = "; ".join(f"{n}: {', '.join(reasons)}" for n, reasons in quoted)
-    advice = (
-        f"Kernels that can: {', '.join(able)}; apply with kernel={able[0]!r} or kernel='auto'."
-        if able
-        else "No kernel can."
-    )
     raise KernelUnavailableError(
-        f"kernel={name!r} cannot serve this attention ({call}). {text}. {advice}"
+        f"kernel={name!r} cannot serve this attention ({call}). {text}. Kernels that can: "
+        f"{', '.join(able)}; apply with kernel={able[0]!r} or kernel='auto'."
     )
 
 
