@@ -28,6 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.gpu_check import build  # noqa: E402
+from benchmarks.speed.models import build as published  # noqa: E402
 from tests.matrix import models  # noqa: E402
 
 #: As what a model is loaded, its layout, its dtype, and the kernel it is patched to call.
@@ -40,6 +41,8 @@ WAYS = [
     ("eager", "tiny", torch.bfloat16, "flash_attn"),
     ("eager", "tiny", torch.float32, "sdpa"),
 ]
+#: Published shapes with random weights, of which time and memory are told.
+LARGE = ("llama-1b", "llama-2-7b")
 #: How much of the mean of its row the layer that leaks adds to a token.
 LEAK = 0.01
 STATES = ("stock", "patched", "leaking")
@@ -51,6 +54,8 @@ def plans(version: str) -> Iterator[tuple[str, str, str, torch.dtype, str]]:
         for implementation, layout, dtype, kernel in WAYS:
             if implementation in models.implementations(case, version):
                 yield name, implementation, layout, dtype, kernel
+    for name in LARGE if torch.cuda.is_available() else ():
+        yield name, "flash_attention_2", "published", torch.bfloat16, "flash_attn"
 
 
 def leak(model: torch.nn.Module) -> None:
@@ -73,7 +78,10 @@ def proofs(
     """Whether the proof passed in each state, which checks did not, and how long it took."""
     import fa2_pack_patch
 
-    model = build(name, implementation, layout).to(device, dtype)
+    if layout == "published":
+        model = published(name, implementation, smoke=False)
+    else:
+        model = build(name, implementation, layout).to(device, dtype)
     found: dict[str, Any] = {}
     for state in STATES:
         if state == "patched":
@@ -84,6 +92,9 @@ def proofs(
         elif state == "leaking":
             leak(model)
         began = time.perf_counter()
+        if device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
         report = fa2_pack_patch.verify(model)
         failed = [c.name for c in report.checks if not c.passed]
         found[state] = {
@@ -91,6 +102,9 @@ def proofs(
             "failed": failed,
             "seconds": round(time.perf_counter() - began, 2),
         }
+        if device == "cuda":
+            peak = torch.cuda.max_memory_allocated() - before
+            found[state]["gib"] = round(peak / 2**30, 2)
         if state == "patched":
             shares = [
                 c.value / c.allowed for c in report.checks if c.allowed and c.value != c.allowed

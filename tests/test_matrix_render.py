@@ -111,9 +111,12 @@ def test_proofs_on_a_gpu_are_counted() -> None:
         "b": proof(False, True, True),
         "c": {"refused": "no such dtype"},
     }
+    models["llama-1b/sdpa/published/bfloat16/sdpa"] = proof(False, True, False)
+    models["llama-1b/sdpa/published/bfloat16/sdpa"]["patched"].update(seconds=7.4, gib=2.46)
     one = {"machine": "a GPU", "torch": "2", "transformers": "5.24.0", "models": models}
     page = "\n".join(render.proofs([one]))
-    assert "of 2 models it passed 0 as they were loaded, 2 patched, and 1 patched whose" in page
+    assert "of 3 models it passed 0 as they were loaded, 3 patched, and 1 patched whose" in page
+    assert "On the shape of `llama-1b` it took 7 s and 2.5 GiB beside the weights" in page
     assert "could not be run" not in page
     models["d"] = {"fault": "X"}
     assert "1 could not be run" in "\n".join(render.proofs([one]))

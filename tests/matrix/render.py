@@ -178,13 +178,24 @@ def proofs(results: list[Result]) -> list[str]:
     passed = {state: sum(m[state]["passed"] for m in rows) for state in STATES}
     releases = ", ".join(r["transformers"] for r in results)
     machines = sorted({f"{r['machine']}, torch {r['torch']}" for r in results})
+    shapes = {
+        key.split("/")[0]: m["patched"]
+        for r in results
+        for key, m in r["models"].items()
+        if key.split("/")[2:3] == ["published"] and "patched" in m
+    }
+    took = "".join(
+        f" On the shape of `{name}` it took {m['seconds']:.0f} s and {m['gib']:.1f} GiB beside the "
+        "weights."
+        for name, m in shapes.items()
+    )
     nearest = max(m["patched"]["nearest"] for m in rows)
     return [
         f"`verify` there ({', '.join(machines)}, Transformers {releases}; bf16, fp16 and fp32; the "
         f"same kernels): of {len(rows):,} models it passed {passed['stock']:,} as they were loaded, "
         f"{passed['patched']:,} patched, and {passed['leaking']:,} patched whose last attention layer "
         "adds to each token a hundredth of its row's mean. The value nearest to what is allowed was "
-        f"{nearest:.2f} of it.{broken}",
+        f"{nearest:.2f} of it.{took}{broken}",
         "",
     ]
 
