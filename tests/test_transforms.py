@@ -14,6 +14,7 @@ from torch.func import functional_call, grad, jvp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fa2_pack_patch as fpp
+from fa2_pack_patch import compat
 from tests.matrix.kinds import Call
 
 LIMIT = 2e-4
@@ -200,6 +201,17 @@ def test_fake_tensors_are_the_models_business(build: Build, packed: Call) -> Non
     with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(fpp.PackingError, match="Fake"):
         lengths = torch.zeros(3, dtype=torch.int32)
         model(**given, cu_seq_lens_q=lengths, cu_seq_lens_k=lengths, max_length_q=4, max_length_k=4)
+
+
+def test_whether_torch_exports_is_read_from_its_flag(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before torch 2.13 Dynamo takes ``torch.compiler.is_exporting()`` for true in every graph."""
+    assert compat.is_exporting.__module__ == "fa2_pack_patch.compat"
+    monkeypatch.setattr(torch.compiler, "is_exporting", lambda: True)
+    assert not compat.is_exporting()
+    monkeypatch.setattr(torch.compiler, "_is_exporting_flag", True)
+    assert compat.is_exporting()
 
 
 exports = pytest.mark.skipif(
