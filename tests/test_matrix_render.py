@@ -119,7 +119,7 @@ def test_proofs_on_a_gpu_are_counted() -> None:
     assert "On the shape of `llama-1b` it took 7 s and 2.5 GiB beside the weights" in page
     assert "could not be run" not in page
     models["d"] = {"fault": "X"}
-    assert "1 could not be run" in "\n".join(render.proofs([one]))
+    assert "1 could not be run, as stock neither: X." in "\n".join(render.proofs([one]))
     assert render.proofs([]) == []
 
 

@@ -158,9 +158,8 @@ def gpu(results: list[Result]) -> list[str]:
         "own attention and each example by itself, is off, plus one bf16 rounding (2^-8, relative); "
         f"the worst call reached {worst:.2f} of that. Gradients are those of embeddings, norms and "
         "biases. Mixture-of-experts models use all their experts here, since a near tie would be "
-        "decided by rounding. Kernels and interceptors are as they were then; what a call goes "
-        "through before them (refusals, labels, how a recompute finds its examples) was changed "
-        "afterwards, and tested on a CPU.",
+        "decided by rounding. What came after these runs (texts of errors, calls under "
+        "accelerate's hooks, torch.compile on torch 2.7 to 2.12) was tested on a CPU.",
         "",
     ]
     columns = [[gpu_cell(r, f) for f in names] for r in results]
@@ -174,7 +173,9 @@ def proofs(results: list[Result]) -> list[str]:
     rows = [m for m in models if "fault" not in m]
     if not rows:
         return []
-    broken = f" {len(models) - len(rows)} could not be run." if rows != models else ""
+    faults = [m["fault"] for m in models if "fault" in m]
+    why = "; ".join(sorted(set(faults)))
+    broken = f" {len(faults)} could not be run, as stock neither: {why}." if faults else ""
     passed = {state: sum(m[state]["passed"] for m in rows) for state in STATES}
     releases = ", ".join(r["transformers"] for r in results)
     machines = sorted({f"{r['machine']}, torch {r['torch']}" for r in results})
