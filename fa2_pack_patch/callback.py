@@ -109,9 +109,14 @@ class PackingEvents:
         self.report = apply(model, kernel=self.kernel, allow_unverified=self.allow_unverified)
         base = next(base for _, base, _ in find_base(model) if ATTRIBUTE in base.__dict__)
         self._handles = [
-            base.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True),
+            base.register_forward_pre_hook(self._before, with_kwargs=True),
             base.register_forward_hook(self._after, with_kwargs=True),
         ]
+        # First of all, but not by prepend=True: that moves an entry of an OrderedDict, and Dynamo of
+        # torch 2.11 goes by the order in which they came (2.13 does not).
+        hooks = base._forward_pre_hooks
+        for key in [key for key in hooks if key != self._handles[0].id]:
+            hooks[key] = hooks.pop(key)
         self._seen, self._steps, self._packed_in_all = Seen(), 0, 0
         self._since = time.perf_counter()
 

@@ -206,7 +206,7 @@ def test_fake_tensors_are_the_models_business(build: Build, packed: Call) -> Non
 def test_whether_torch_exports_is_read_from_its_flag(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before torch 2.13 Dynamo takes ``torch.compiler.is_exporting()`` for true in every graph."""
+    """Dynamo of torch 2.11 takes ``torch.compiler.is_exporting()`` for true in every graph."""
     assert compat.is_exporting.__module__ == "fa2_pack_patch.compat"
     monkeypatch.setattr(torch.compiler, "is_exporting", lambda: True)
     assert not compat.is_exporting()

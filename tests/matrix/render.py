@@ -159,7 +159,7 @@ def gpu(results: list[Result]) -> list[str]:
         f"the worst call reached {worst:.2f} of that. Gradients are those of embeddings, norms and "
         "biases. Mixture-of-experts models use all their experts here, since a near tie would be "
         "decided by rounding. What came after these runs (texts of errors, calls under "
-        "accelerate's hooks, torch.compile on torch 2.7 to 2.12) was tested on a CPU.",
+        "accelerate's hooks, torch.compile on torch 2.11) was tested on a CPU.",
         "",
     ]
     columns = [[gpu_cell(r, f) for f in names] for r in results]
