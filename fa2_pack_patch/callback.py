@@ -112,8 +112,8 @@ class PackingEvents:
             base.register_forward_pre_hook(self._before, with_kwargs=True),
             base.register_forward_hook(self._after, with_kwargs=True),
         ]
-        # First of all, but not by prepend=True: that moves an entry of an OrderedDict, and Dynamo of
-        # torch 2.11 goes by the order in which they came (2.13 does not).
+        # First of all, but not by prepend=True: that moves an entry of an OrderedDict, and Dynamo
+        # goes by the order in which they came (in torch 2.11; not in 2.13).
         hooks = base._forward_pre_hooks
         for key in [key for key in hooks if key != self._handles[0].id]:
             hooks[key] = hooks.pop(key)

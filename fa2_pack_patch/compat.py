@@ -146,8 +146,8 @@ is_compiling: Callable[[], bool] = getattr(torch.compiler, "is_dynamo_compiling"
 def is_exporting() -> bool:
     """Whether torch.export is at work (torch 2.7 and later say so).
 
-    ``torch.compiler.is_exporting`` reads the same flag, but in torch 2.11 (not in 2.13) Dynamo takes
-    it for true in every graph, those of torch.compile too (``torch/_dynamo/variables/torch.py``).
+    ``torch.compiler.is_exporting`` reads the same flag, but in torch 2.11 (not in 2.13) Dynamo
+    takes it for true in every graph, of torch.compile too (``torch/_dynamo/variables/torch.py``).
     """
     return bool(getattr(torch.compiler, "_is_exporting_flag", False))
 
