@@ -227,28 +227,3 @@ def _read_batch(given: Mapping[str, Any]) -> Batch:
             "or cu_seq_lens_q, or a list of examples."
         )
     return Batch("your batch", kwargs, pieces, None if bool(real.all()) else ~real)
-
-
-def check_ranks(batches: Sequence[Batch]) -> None:
-    """Refuse a proof of a sharded model whose ranks were given other examples: it would hang.
-
-    Raises:
-        PackingError: quotes the lengths of two ranks.
-    """
-    distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return
-    mine = [[len(piece.ids) for piece in batch.pieces] for batch in batches]
-    all_of: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(all_of, mine)
-    for rank, theirs in enumerate(all_of):
-        if theirs != all_of[0]:
-            raise PackingError(
-                "verify of a model whose parameters are sharded runs on all ranks together, with "
-                f"examples of the same lengths: rank 0 has {_told(all_of[0])}, rank {rank} has "
-                f"{_told(theirs)}. Give every rank the same examples, or none."
-            )
-
-
-def _told(lengths: Sequence[Sequence[int]]) -> str:
-    return ", ".join(quote(list(row)) for row in lengths)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .patch import Patch, Site
 
 
-class _ModelForward:
+class ModelForward:
     """Stands for the forward of a model, for callers that pass its hook by."""
 
     def __init__(self, module: torch.nn.Module, hook: ModelHook) -> None:
@@ -43,6 +43,10 @@ class _ModelForward:
         """``torch.export`` asks a model's forward for the place of its code."""
         return self._stock().__code__
 
+    def in_place(self) -> bool:
+        """Whether a call of the module's forward still comes here."""
+        return any(layer is self for layer in layers_of(self.module.__dict__.get("forward")))
+
     def _stock(self) -> Callable[..., Any]:
         if self.before is not None:
             return self.before  # type: ignore[no-any-return]
@@ -54,16 +58,12 @@ class _ModelForward:
         return type(self.module).forward(self.module, *args, **kwargs)
 
 
-class HeadForward(_ModelForward):
+class HeadForward(ModelForward):
     """Stands for the forward of a model with a head.
 
     PEFT calls ``model.forward(...)`` of the model it wraps; labels and varlen arguments are seen
     here then. After the hook it hands everything on.
     """
-
-    def in_place(self) -> bool:
-        """Whether a call of the module's forward still comes here."""
-        return any(layer is self for layer in layers_of(self.module.__dict__.get("forward")))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = self.hook.passed_by(self.module, args, kwargs)
@@ -82,7 +82,7 @@ class HeadForward(_ModelForward):
                 raise positions_kept(self.module)
 
 
-class BaseForward(_ModelForward):
+class BaseForward(ModelForward):
     """Stands for the forward of the base model.
 
     PEFT around a base model without a head calls ``model.forward(...)``: the hooks' work is done

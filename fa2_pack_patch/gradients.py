@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Optional
@@ -78,11 +78,11 @@ def loss_of(out: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 def trained(probe: Probe) -> dict[str, torch.nn.Parameter]:
-    """The parameters whose gradients can be compared: DeepSpeed's ZeRO-3 keeps its own."""
+    """The parameters whose gradients can be compared; under ZeRO-3 they are empty between calls."""
     return {
         n: p
         for n, p in probe.reference.named_parameters()
-        if p.requires_grad and p.numel() and p.device.type != "meta" and not hasattr(p, "ds_id")
+        if p.requires_grad and (p.numel() or hasattr(p, "ds_id")) and p.device.type != "meta"
     }
 
 
@@ -113,6 +113,7 @@ def gradients(probe: Probe, loss: Callable[[], torch.Tensor]) -> tuple[torch.Ten
     Under FSDP there is no other way to those of parameters than a backward: every ``.grad`` is None
     before it (:func:`~fa2_pack_patch.probe.undisturbed` has set them aside) and after it.
     """
+    kept: Gradients = {}
     with embedded(probe) as seen:
         value = loss()
         if probe.fsdp:
@@ -125,9 +126,34 @@ def gradients(probe: Probe, loss: Callable[[], torch.Tensor]) -> tuple[torch.Ten
         else:
             parameters = trained(probe)
             inputs = [seen[-1], *parameters.values()]
-            found = list(torch.autograd.grad(value, inputs, allow_unused=True))
+            with _let_go(parameters, kept):
+                found = list(torch.autograd.grad(value, inputs, allow_unused=True))
     assert found[0] is not None
-    return found[0].detach(), sketches(list(parameters), found[1:])
+    whole = {n: g for n, g in zip(parameters, found[1:]) if n not in kept}
+    return found[0].detach(), {**kept, **sketches(list(whole), list(whole.values()))}
+
+
+@contextmanager
+def _let_go(parameters: Mapping[str, torch.nn.Parameter], kept: Gradients) -> Iterator[None]:
+    """Collects sketches under ZeRO-3 in place of gradients, which are whole on each rank.
+
+    They are taken as they pass, so that of all these no two are held at a time; DeepSpeed, which
+    adds up what is accumulated, notices nothing.
+    """
+
+    def keep(name: str, gradient: torch.Tensor) -> torch.Tensor:
+        kept.update(sketches([name], [gradient]))
+        return gradient.new_zeros(()).expand_as(gradient)
+
+    shards = {n: p for n, p in parameters.items() if hasattr(p, "ds_id")}
+    handles = []
+    for name, parameter in shards.items():
+        handles.append(parameter.register_hook(partial(keep, name)))  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def of_inputs(probe: Probe, loss: Callable[[], torch.Tensor]) -> torch.Tensor:

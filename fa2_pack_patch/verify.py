@@ -13,7 +13,7 @@ from typing import Any, Optional
 import torch
 
 from . import compat
-from .batches import Batch, Examples, Piece, check_ranks, given_batch, random_batches, usual
+from .batches import Batch, Examples, Piece, given_batch, random_batches, usual
 from .errors import in_words
 from .forwards import in_place
 from .gradients import (
@@ -28,6 +28,7 @@ from .gradients import (
 )
 from .losses import Targets
 from .probe import Probe, each, settled, undisturbed
+from .ranks import Ranks
 from .report import Check, VerifyReport
 from .rounding import distance, rounded
 
@@ -69,16 +70,20 @@ def verify(model: torch.nn.Module, *, examples: Optional[Examples] = None) -> Ve
     """
     probe = Probe.of(model)
     vocabulary = min(probe.rows, probe.vocabulary)
+    ranks = Ranks(probe)
     if examples is None:
         window = getattr(probe.base.config, "sliding_window", None)
         batches = random_batches(vocabulary, window if isinstance(window, int) else None)
     else:
-        batches = [given_batch(examples, probe.rows)]
-    if probe.sharded:
-        check_ranks(batches)
+        try:
+            batches = [given_batch(examples, probe.rows)]
+        except Exception:
+            ranks.all("examples that were refused")  # on the others verify ends too
+            raise
+    ranks.check_examples(batches)
     with_gradients = torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
     with undisturbed(model):
-        checks = _Proof(probe, vocabulary).run(batches, with_gradients)
+        checks = _Proof(probe, vocabulary, ranks).run(batches, with_gradients)
     weight = next(probe.base.parameters())
     return VerifyReport(
         passed=all(c.passed for c in checks),
@@ -96,8 +101,9 @@ def _check(name: str, value: float, allowed: float, note: str = "") -> Check:
 class _Proof:
     """The checks of one model."""
 
-    def __init__(self, probe: Probe, vocabulary: int) -> None:
+    def __init__(self, probe: Probe, vocabulary: int, ranks: Ranks) -> None:
         self.probe = probe
+        self.ranks = ranks
         self.vocabulary = vocabulary
         config: Any = probe.base.config
         holders = (config, getattr(config, "ffn_config", None))
@@ -110,12 +116,18 @@ class _Proof:
         self.checks: list[Check] = []
 
     def run(self, batches: Sequence[Batch], with_gradients: bool) -> list[Check]:
+        apart = self.ranks.apart(self.probe)
+        if apart:
+            return [_check(f"layers not packed, {batches[0].name}", math.inf, 0, apart)]
         with torch.no_grad():
             for batch in batches:
                 alone, trials = self._logits(batch)
             self._losses(batches[-1], alone, trials)
         if with_gradients:
             self._gradients(batches[-1])
+        bad = self.ranks.failures(self.checks)
+        if bad:
+            self.checks.append(_check("ranks that failed", len(bad), 0, "; ".join(bad[:4])))
         return self.checks
 
     def _furthest(self, got: Iterable[torch.Tensor], want: Iterable[torch.Tensor]) -> float:
@@ -143,7 +155,7 @@ class _Proof:
             if missing and not note:
                 note = self._why_missing(missing, runs)
         moved, why = self._moved(batch, out)
-        if moved and not why and self._company(pieces):
+        if self.ranks.any(moved and not why) and self._company(pieces):
             trials.append(settled(probe.padded(pieces)))
         own = max(self._furthest(again, alone) for again in trials)  # PyTorch's own error
         value = math.inf
@@ -155,23 +167,25 @@ class _Proof:
         ]
         self._unpacked(batch, alone, _SIDES * own)
         self._power(batch, alone, _SIDES * own)
-        allowed = 0.0 if out is None or why or self._exact(batch, out) else _SIDES * own
+        broken = self.ranks.any(out is None or why)
+        exact = broken or out is None or self._exact(batch, out)
+        allowed = 0.0 if exact else _SIDES * own
         self.checks.append(_check(f"others when one changes, {batch.name}", moved, allowed, why))
         return alone, trials
 
     def _unpacked(self, batch: Batch, alone: Sequence[torch.Tensor], allowed: float) -> None:
         """Calls that are not packed give what they gave before apply, bit for bit."""
         probe, pieces, name = self.probe, batch.pieces, f"calls not packed, {batch.name}"
+        value, note, again = math.inf, "", 0.0
         try:
             value = self._furthest(each(probe.unpacked, pieces), alone)
         except torch.cuda.OutOfMemoryError:
             raise
         except Exception as error:  # stock gave an answer
-            self.checks.append(_check(name, math.inf, 0, in_words(error)))
-            return
-        if value and not self._furthest(each(probe.alone, pieces), alone):
-            allowed = 0.0
-        self.checks.append(_check(name, value, allowed if value else 0))
+            note = in_words(error)
+        if self.ranks.any(value and not note):
+            again = self._furthest(each(probe.alone, pieces), alone)
+        self.checks.append(_check(name, value, allowed if value and again else 0, note))
 
     def _losses(
         self,
@@ -287,7 +301,7 @@ class _Proof:
         8-bit linear layers look for outliers in the whole batch, and a scale may be that of a whole
         tensor; then the same examples in a padded batch show how much that is.
         """
-        if self.experts or not usual(pieces):
+        if self.experts or self.ranks.any(not usual(pieces)):
             return False
         if self.company:
             return True
@@ -304,6 +318,7 @@ class _Proof:
             others = [m for m in range(len(pieces)) if m != n]
             if any(not torch.equal(after[m], before[m]) for m in others):
                 self.company = True
+        self.company = self.ranks.any(self.company)
         return self.company
 
     def _gradients(self, batch: Batch) -> None:

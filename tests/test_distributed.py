@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -45,7 +46,7 @@ def _cases(wrapper: str) -> list[Case]:
     _, tied, other = parts.families()
     found = [
         Case(wrapper),
-        Case(wrapper, tied),
+        Case(wrapper, tied, proof=True),
         Case(wrapper, other),
         Case(wrapper, checkpoint="model"),
         Case(wrapper, other, checkpoint="reentrant"),
@@ -125,17 +126,28 @@ def test_losses_gradients_and_weights(case: Case) -> None:
         assert len(rank["proofs"]) == (1 + len(parts.STEPS) if case.proof else 0)
         for proof in rank["proofs"]:
             assert "verify: passed" in proof and "gradients of inputs" in proof, proof
-            assert ("gradients of parameters" in proof) == (case.wrapper != "zero3"), proof
+            assert "gradients of parameters" in proof, proof
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_proofs_that_fail_end_on_all_ranks(wrapper: str) -> None:
-    for rank in _runs(wrapper)["doubted"]:
+    for number, rank in enumerate(_runs(wrapper)["doubted"]):
         assert "verify: FAILED" in rank["unpatched"]
         if wrapper in ("ddp", "zero2"):  # each rank has the whole model
             assert "verify: passed" in rank["others"]
+            for kind in ("wrong", "undone"):
+                assert f"verify: {'FAILED' if number else 'passed'}" in rank[kind], rank[kind]
         else:
             assert "rank 1 has [2, 2, 2]" in rank["others"], rank["others"]
+            assert "verify: FAILED" in rank["wrong"], rank["wrong"]
+            assert "ranks that failed" in rank["wrong"] and "rank 1: logits" in rank["wrong"]
+            assert "verify: FAILED" in rank["undone"], rank["undone"]
+            assert "rank 0: as applied; rank 1: " in rank["undone"], rank["undone"]
+        assert re.search("gradients of inputs .* FAILED", rank["backward"]), rank["backward"]
+        assert re.search("gradients of parameters .* FAILED", rank["backward"]), rank["backward"]
+        assert not re.search("logits.* FAILED", rank["backward"]), rank["backward"]
+        assert "verify: passed" in rank["again"], rank["again"]
+        assert rank["whole"] == 0  # nothing that ZeRO-3 had shared out lies whole afterwards
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)

@@ -9,16 +9,19 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 import fa2_pack_patch
+from fa2_pack_patch import hooks
 from fa2_pack_patch.data import (
     DataCollatorWithFlattening,
     DistributedPackedBatchSampler,
     PackedBatchSampler,
 )
+from fa2_pack_patch.kernels import sdpa
 from tests.trainers import parts as trainers
 
 from . import parts
@@ -223,7 +226,8 @@ def accelerated(capacity: int) -> dict[str, Any]:
 
 
 def doubted(wrapper: str) -> dict[str, Any]:
-    """Proofs that must not pass, or not begin: of a model without packing, of other examples."""
+    """Proofs that must not pass, or not begin: without packing, with other examples, or one wrong
+    rank; and one that passes after them."""
     model = WRAPPERS[wrapper](parts.build("llama"), 1).model
     found = {"unpatched": str(fa2_pack_patch.verify(model))}
     fa2_pack_patch.apply(model, kernel="sdpa")
@@ -233,4 +237,47 @@ def doubted(wrapper: str) -> dict[str, Any]:
         found["others"] = str(report)
     except fa2_pack_patch.PackingError as error:
         found["others"] = str(error)
+    if dist.get_rank() == 1:
+        found["wrong"], found["undone"] = _wrong(model), _undone(model)
+    else:
+        found["wrong"], found["undone"] = (str(fa2_pack_patch.verify(model)) for _ in range(2))
+    fa2_pack_patch.revert(model)
+    fa2_pack_patch.apply(model, kernel="sdpa")
+    found["backward"] = _wrong_backward(model)
+    found["again"] = str(fa2_pack_patch.verify(model))
+    found["whole"] = sum(p.numel() for p in model.parameters() if hasattr(p, "ds_id"))
     return found
+
+
+def _wrong(model: torch.nn.Module) -> str:
+    """A proof of a model that takes the last two examples for one, on this rank."""
+    read = hooks.read_boundaries
+
+    def merged(*args: Any, **kwargs: Any) -> Any:
+        found = read(*args, **kwargs)
+        if found is not None:
+            found.lengths[-2:] = [sum(found.lengths[-2:])]
+            found.padding[-2:] = [False]
+        return found
+
+    with mock.patch.object(hooks, "read_boundaries", merged):
+        return str(fa2_pack_patch.verify(model))
+
+
+def _wrong_backward(model: torch.nn.Module) -> str:
+    """A proof of a model whose kernel gives right outputs and wrong gradients."""
+    call = sdpa.Sdpa.__call__
+
+    def wrong(*args: Any, **kwargs: Any) -> torch.Tensor:
+        out = call(*args, **kwargs)
+        return out + (out - out.detach()) / 100
+
+    with mock.patch.object(sdpa.Sdpa, "__call__", wrong):
+        return str(fa2_pack_patch.verify(model))
+
+
+def _undone(model: torch.nn.Module) -> str:
+    """A proof of a model one of whose layers has lost its patch, on this rank."""
+    layer = next(m for m in reversed(list(model.modules())) if hasattr(m, "q_proj"))
+    del layer.forward
+    return str(fa2_pack_patch.verify(model))

@@ -165,7 +165,11 @@ class Zero(Ddp):
             config={
                 "train_micro_batch_size_per_gpu": 1,
                 "gradient_accumulation_steps": self.micro_batches,
-                "zero_optimization": {"stage": self.stage},
+                # By default ZeRO-3 leaves parameters of up to 100,000 numbers whole: all of these.
+                "zero_optimization": {
+                    "stage": self.stage,
+                    "stage3_param_persistence_threshold": 0,
+                },
                 "gradient_clipping": 0.0,
                 "zero_allow_untested_optimizer": True,
                 "zero_force_ds_cpu_optimizer": False,
