@@ -233,7 +233,8 @@ def release_check(options: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return 2
-    chosen = options.families.split(",") if options.families else list(families())
+    chosen = [n.strip() for n in (options.families or "").split(",") if n.strip()]
+    chosen = chosen or list(families())
     unknown = sorted(set(chosen) - set(families()))
     if unknown:
         print(

@@ -44,7 +44,8 @@ class Probe:
         """Look through wrappers for the model to call.
 
         Raises:
-            UnsupportedModelError: no language model of a known family in it, or several.
+            UnsupportedModelError: no language model of a known family in it, or several; or one
+                without values.
         """
         check_module(model, _PROVED)
         outside, bases = around(model), find_base(model)
@@ -63,6 +64,7 @@ class Probe:
         if any(type(m).__name__ in family.pooled for m in model.modules()):
             call = base
         _check_call(call)
+        _check_values(base)
         embedding = base.get_input_embeddings()  # type: ignore[operator]
         patch = base.__dict__.get(ATTRIBUTE)
         return cls(
@@ -253,6 +255,19 @@ def _check_call(model: torch.nn.Module) -> None:
         return
     reason = _not_called(model, "takes no input_ids")
     raise UnsupportedModelError(type(model).__name__, [reason], _PROVED)
+
+
+def _check_values(base: torch.nn.Module) -> None:
+    """Refuse a model all of whose parameters are on meta, but for those of accelerate's hooks.
+
+    Raises:
+        UnsupportedModelError: says so.
+    """
+    if all(p.is_meta for p in base.parameters()) and not any(
+        hasattr(module, "_hf_hook") for module in base.modules()
+    ):
+        reason = "its parameters are on device meta, where they have no values; load them first"
+        raise UnsupportedModelError(type(base).__name__, [reason], _PROVED)
 
 
 def _not_called(model: torch.nn.Module, what: str) -> str:

@@ -275,6 +275,11 @@ OTHERS: list[tuple[str, Callable[[], Any], list[str]]] = [
         ["TrainingStep cannot be verified", "takes no input_ids", "its model.net instead"],
     ),
     (
+        "verify of no values",
+        lambda: fpp.verify(_llama().to("meta")),
+        ["LlamaModel cannot be verified", "on device meta", "load them first"],
+    ),
+    (
         "verify of a number",
         lambda: fpp.verify(_llama(), examples=5),  # type: ignore[arg-type]
         ["list of sequences of token ids", "got a int: 5"],
