@@ -22,6 +22,8 @@ from .runs import Run, Runs, enter, leave
 _PROVED = "verified"
 #: They exchange buffers and gradients at each call; the model inside is proved by itself.
 _AROUND = ("DistributedDataParallel", "DeepSpeedEngine")
+#: What an engine of DeepSpeed puts in the place of each module's dictionary of parameters.
+_GATHERING = "ZeROOrderedDict"
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _PLAIN = (torch.Tensor, int, float, bool, str, type(None))
 
@@ -246,9 +248,18 @@ def _device(base: torch.nn.Module, embedding: torch.nn.Module) -> torch.device:
 def _check_call(model: torch.nn.Module) -> None:
     """Refuse what is not called as a model is (a LightningModule, a training step of one's own).
 
+    Nor is a model whose parameters lie in parts on the ranks, with nobody who gathers them.
+
     Raises:
         UnsupportedModelError: names it, and the model inside it.
     """
+    in_parts = any(hasattr(p, "ds_id") and not p.numel() for p in model.parameters())
+    if in_parts and all(type(m._parameters).__name__ != _GATHERING for m in model.modules()):
+        why = (
+            "its parameters are partitioned by DeepSpeed's ZeRO-3, and only an engine gathers them "
+            "for a call; verify the engine that deepspeed.initialize gave"
+        )
+        raise UnsupportedModelError(type(model).__name__, [why])
     parameters = inspect.signature(type(model).forward).parameters
     variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     if "input_ids" in parameters or any(p.kind in variable for p in parameters.values()):

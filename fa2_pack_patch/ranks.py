@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Optional
+from collections.abc import Callable, Sequence
+from typing import Any, Optional, TypeVar
 
 import torch
 
 from .batches import Batch, usual
-from .errors import PackingError
+from .errors import PackingError, in_words
 from .forwards import ModelForward, in_place
 from .patch import Patch
 from .probe import Probe
 from .report import Check
 from .tensors import quote
+
+_T = TypeVar("_T")
+
+
+class FailedError(Exception):
+    """A call failed on some rank; the message says why."""
 
 
 class Ranks:
@@ -34,6 +40,22 @@ class Ranks:
     def any(self, here: object) -> bool:
         """Whether it is true on a rank: then all of them do what calls the model."""
         return any(self.all(bool(here)))
+
+    def attempt(self, call: Callable[[], _T]) -> tuple[Optional[_T], str]:
+        """What a call of the patched model gives; None, and why, if it failed on any rank."""
+        found, why = None, ""
+        try:
+            found = call()
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except FailedError as failed:
+            why = str(failed)
+        except Exception as error:
+            why = in_words(error)
+        told = self.all(why)
+        if not all(told):
+            why = next((f"on rank {rank}: {w}" for rank, w in enumerate(told) if w), "")
+        return None if why else found, why
 
     def check_examples(self, batches: Sequence[Batch]) -> None:
         """Refuse ranks that were given other examples: the proof would hang.

@@ -14,7 +14,6 @@ import torch
 
 from . import compat
 from .batches import Batch, Examples, Piece, given_batch, random_batches, usual
-from .errors import in_words
 from .forwards import in_place
 from .gradients import (
     checkpointed,
@@ -28,7 +27,7 @@ from .gradients import (
 )
 from .losses import Targets
 from .probe import Probe, each, settled, undisturbed
-from .ranks import Ranks
+from .ranks import FailedError, Ranks
 from .report import Check, VerifyReport
 from .rounding import distance, rounded
 
@@ -123,7 +122,7 @@ class _Proof:
             for batch in batches:
                 alone, trials = self._logits(batch)
             self._losses(batches[-1], alone, trials)
-        if with_gradients:
+        if not self.ranks.any(not with_gradients):
             self._gradients(batches[-1])
         bad = self.ranks.failures(self.checks)
         if bad:
@@ -142,20 +141,13 @@ class _Proof:
         for seed in range(_TRIALS):
             with rounded(probe.reference, seed):
                 trials.append(each(probe.alone, pieces))
-        out = None
-        note = ""
         with probe.recorded() as runs:
-            try:
-                out = probe.packed(batch).detach()
-            except torch.cuda.OutOfMemoryError:
-                raise
-            except Exception as error:
-                note = in_words(error)
+            out, note = self.ranks.attempt(lambda: probe.packed(batch).detach())
             missing = self._missing(runs)
             if missing and not note:
                 note = self._why_missing(missing, runs)
         moved, why = self._moved(batch, out)
-        if self.ranks.any(moved and not why) and self._company(pieces):
+        if not why and self.ranks.any(moved) and self._company(pieces):
             trials.append(settled(probe.padded(pieces)))
         own = max(self._furthest(again, alone) for again in trials)  # PyTorch's own error
         value = math.inf
@@ -167,25 +159,21 @@ class _Proof:
         ]
         self._unpacked(batch, alone, _SIDES * own)
         self._power(batch, alone, _SIDES * own)
-        broken = self.ranks.any(out is None or why)
-        exact = broken or out is None or self._exact(batch, out)
-        allowed = 0.0 if exact else _SIDES * own
+        allowed = 0.0 if out is None or why or self._exact(batch, out) else _SIDES * own
         self.checks.append(_check(f"others when one changes, {batch.name}", moved, allowed, why))
         return alone, trials
 
     def _unpacked(self, batch: Batch, alone: Sequence[torch.Tensor], allowed: float) -> None:
         """Calls that are not packed give what they gave before apply, bit for bit."""
         probe, pieces, name = self.probe, batch.pieces, f"calls not packed, {batch.name}"
-        value, note, again = math.inf, "", 0.0
-        try:
-            value = self._furthest(each(probe.unpacked, pieces), alone)
-        except torch.cuda.OutOfMemoryError:
-            raise
-        except Exception as error:  # stock gave an answer
-            note = in_words(error)
-        if self.ranks.any(value and not note):
+        found, why = self.ranks.attempt(lambda: each(probe.unpacked, pieces))
+        if found is None:  # stock gave an answer
+            self.checks.append(_check(name, math.inf, 0, why))
+            return
+        value, again = self._furthest(found, alone), 0.0
+        if self.ranks.any(value):
             again = self._furthest(each(probe.alone, pieces), alone)
-        self.checks.append(_check(name, value, allowed if value and again else 0, note))
+        self.checks.append(_check(name, value, allowed if value and again else 0))
 
     def _losses(
         self,
@@ -200,24 +188,22 @@ class _Proof:
         classes = alone[0].shape[-1]
         wanted, surprise = targets.alone(pieces, classes), targets.surprise(pieces, alone)
         own = max(float((targets.surprise(pieces, t) - surprise).abs().max()) for t in trials)
-        try:
-            loss = targets.packed(batch, classes)
-            other = targets.packed(batch, classes, changed=True)
-            repeated = bool(loss == targets.packed(batch, classes))
-            shifted = targets.packed(batch, classes, shifted=True) if targets.shiftable else None
-        except torch.cuda.OutOfMemoryError:
-            raise
-        except Exception as error:
-            self.checks.append(_check("loss", math.inf, 0, in_words(error)))
-            return
+        ways: list[dict[str, bool]] = [{}, {"changed": True}, {}]
+        found = []
+        for way in [*ways, {"shifted": True}] if targets.shiftable else ways:
+            loss, why = self.ranks.attempt(partial(targets.packed, batch, classes, **way))
+            if loss is None:
+                self.checks.append(_check("loss", math.inf, 0, why))
+                return
+            found.append(loss)
+        loss, other, again, *shifted = found
         allowed = _SIDES * own + float(wanted.abs()) * torch.finfo(loss.dtype).eps
-        for name, found in (("loss", loss), ("loss by shifted labels", shifted)):
-            if found is not None:
-                off = float((found.double().cpu() - wanted).abs())
-                self.checks.append(_check(name, off if math.isfinite(off) else math.inf, allowed))
+        for name, given in zip(("loss", "loss by shifted labels"), (loss, *shifted)):
+            off = float((given.double().cpu() - wanted).abs())
+            self.checks.append(_check(name, off if math.isfinite(off) else math.inf, allowed))
         if targets.first:
-            by_first = float((other - loss).abs())
-            self.checks.append(_check("loss by first labels", by_first, 0 if repeated else allowed))
+            by_first, exact = float((other - loss).abs()), bool(loss == again)
+            self.checks.append(_check("loss by first labels", by_first, 0 if exact else allowed))
 
     def _missing(self, runs: Sequence[Any]) -> int:
         patch, layers = self.probe.patch, self.probe.layers
@@ -261,22 +247,19 @@ class _Proof:
         if out is None:
             return math.inf, ""
         worst, ids = 0.0, batch.kwargs["input_ids"].cpu()
-        try:
-            for n in [*self._some(batch.pieces), None]:
-                where: Any = batch.padding if n is None else batch.pieces[n].place
-                if where is None:
-                    continue
-                changed = ids.clone()
-                changed[where] = self._other(changed[where])
-                after = self.probe.packed(batch, input_ids=changed)
-                for m, piece in enumerate(batch.pieces):
-                    if m != n:
-                        pair = after[piece.place], out[piece.place]
-                        worst = max(worst, distance(*pair, typical=self.typical))
-        except torch.cuda.OutOfMemoryError:
-            raise
-        except Exception as error:
-            return math.inf, in_words(error)
+        for n in [*self._some(batch.pieces), None]:
+            where: Any = batch.padding if n is None else batch.pieces[n].place
+            if where is None:
+                continue
+            changed = ids.clone()
+            changed[where] = self._other(changed[where])
+            after, why = self.ranks.attempt(partial(self.probe.packed, batch, input_ids=changed))
+            if after is None:
+                return math.inf, why
+            for m, piece in enumerate(batch.pieces):
+                if m != n:
+                    pair = after[piece.place], out[piece.place]
+                    worst = max(worst, distance(*pair, typical=self.typical))
         return worst, ""
 
     def _some(self, pieces: Sequence[Piece]) -> range:
@@ -335,21 +318,23 @@ class _Proof:
         names = ("gradients of inputs", "gradients of parameters", "gradients across examples")
 
         def loss(only: Optional[int] = None) -> torch.Tensor:
-            out, chosen = probe.packed(batch), range(len(pieces)) if only is None else [only]
+            out, why = self.ranks.attempt(partial(probe.packed, batch))
+            if out is None:
+                raise FailedError(why)  # before a backward that the other ranks would not make
+            chosen = range(len(pieces)) if only is None else [only]
             parts = [loss_of(out[pieces[n].place], weights[n]) for n in chosen]
             return torch.stack([p.to(parts[0].device) for p in parts]).sum()
 
-        try:
-            with checkpointed(probe):
-                found, got = gradients(probe, loss)
-                foreign = self._foreign(loss, batch)
-        except torch.cuda.OutOfMemoryError:
-            raise
-        except Exception as error:
-            note = in_words(error)
-            self.checks += [_check(n, math.inf, 0, note) for n in names[:1]]
+        foreign = None
+        with checkpointed(probe):
+            found, why = self.ranks.attempt(partial(gradients, probe, loss))
+            if found is not None:
+                foreign, why = self._foreign(loss, batch)
+        if found is None or foreign is None:
+            self.checks.append(_check(names[0], math.inf, 0, why))
             return
-        packed = [found[p.place].cpu() for p in pieces]
+        inputs, got = found
+        packed = [inputs[p.place].cpu() for p in pieces]
         value = self._furthest(packed, tokens)
         own = max(self._furthest(trial, tokens) for trial, _ in trials)
         self.checks.append(_check(names[0], value, _SIDES * own))
@@ -387,13 +372,18 @@ class _Proof:
         note = f"furthest off is {worst[3]}" if worst[0] > 1 else ""
         self.checks.append(_check(name, worst[1], worst[2], note))
 
-    def _foreign(self, loss: Callable[[int], torch.Tensor], batch: Batch) -> float:
+    def _foreign(
+        self, loss: Callable[[int], torch.Tensor], batch: Batch
+    ) -> tuple[Optional[float], str]:
         """The largest gradient of an example's outputs by another's inputs; must be exactly 0."""
         worst = 0.0
         step = max(1, math.ceil(len(batch.pieces) / _CHANGED))
         for n in range(0, len(batch.pieces), step):
-            gradient = of_inputs(self.probe, partial(loss, n)).clone()
+            found, why = self.ranks.attempt(partial(of_inputs, self.probe, partial(loss, n)))
+            if found is None:
+                return None, why
+            gradient = found.clone()
             gradient[batch.pieces[n].place] = 0
-            found = float(gradient.abs().max())
-            worst = max(worst, found if math.isfinite(found) else math.inf)
-        return worst
+            largest = float(gradient.abs().max())
+            worst = max(worst, largest if math.isfinite(largest) else math.inf)
+        return worst, ""

@@ -74,8 +74,10 @@ def _try(wrapper: str) -> dict[str, list[Any]] | launch.RunFailed:
     jobs = [case.job() for case in cases]
     jobs.append(("epochs", {"wrapper": wrapper, "capacity": CAPACITY}))
     jobs.append(("doubted", {"wrapper": wrapper}))
+    jobs += [("partitioned", {})] if wrapper == "zero3" else []
+    names = [*map(str, cases), *(name for name, _ in jobs[len(cases) :])]
     try:
-        return dict(zip([*map(str, cases), "epochs", "doubted"], launch.launch(jobs)))
+        return dict(zip(names, launch.launch(jobs)))
     except launch.RunFailed as fault:  # kept too: a hang takes its time once
         return fault
 
@@ -135,7 +137,7 @@ def test_proofs_that_fail_end_on_all_ranks(wrapper: str) -> None:
         assert "verify: FAILED" in rank["unpatched"]
         if wrapper in ("ddp", "zero2"):  # each rank has the whole model
             assert "verify: passed" in rank["others"]
-            for kind in ("wrong", "undone"):
+            for kind in ("wrong", "undone", "errors"):
                 assert f"verify: {'FAILED' if number else 'passed'}" in rank[kind], rank[kind]
         else:
             assert "rank 1 has [2, 2, 2]" in rank["others"], rank["others"]
@@ -143,11 +145,23 @@ def test_proofs_that_fail_end_on_all_ranks(wrapper: str) -> None:
             assert "ranks that failed" in rank["wrong"] and "rank 1: logits" in rank["wrong"]
             assert "verify: FAILED" in rank["undone"], rank["undone"]
             assert "rank 0: as applied; rank 1: " in rank["undone"], rank["undone"]
+            said = f"{'' if number else 'on rank 1: '}ZeroDivisionError: somebody's fault"
+            for check in ("layers not packed, one row", "loss", "gradients of inputs"):
+                assert f"  {check}: {said}" in rank["errors"], rank["errors"]
+            assert "verify: passed" in rank["one without"], rank["one without"]
+            assert "gradients" not in rank["one without"]
         assert re.search("gradients of inputs .* FAILED", rank["backward"]), rank["backward"]
         assert re.search("gradients of parameters .* FAILED", rank["backward"]), rank["backward"]
         assert not re.search("logits.* FAILED", rank["backward"]), rank["backward"]
         assert "verify: passed" in rank["again"], rank["again"]
         assert rank["whole"] == 0  # nothing that ZeRO-3 had shared out lies whole afterwards
+
+
+@pytest.mark.parametrize("wrapper", [w for w in WRAPPERS if w == "zero3"])
+def test_parameters_in_parts_want_an_engine(wrapper: str) -> None:
+    for rank in _runs(wrapper)["partitioned"]:
+        assert "verify the engine that deepspeed.initialize gave" in rank["before"], rank["before"]
+        assert "verify: passed" in rank["after"], rank["after"]
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)

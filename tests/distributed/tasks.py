@@ -22,6 +22,7 @@ from fa2_pack_patch.data import (
     PackedBatchSampler,
 )
 from fa2_pack_patch.kernels import sdpa
+from fa2_pack_patch.probe import Probe
 from tests.trainers import parts as trainers
 
 from . import parts
@@ -243,9 +244,29 @@ def doubted(wrapper: str) -> dict[str, Any]:
         found["wrong"], found["undone"] = (str(fa2_pack_patch.verify(model)) for _ in range(2))
     fa2_pack_patch.revert(model)
     fa2_pack_patch.apply(model, kernel="sdpa")
+    first = dist.get_rank() == 0
+    found["errors"] = str(fa2_pack_patch.verify(model)) if first else _failing(model)
+    with torch.set_grad_enabled(first):
+        found["one without"] = str(fa2_pack_patch.verify(model))
     found["backward"] = _wrong_backward(model)
     found["again"] = str(fa2_pack_patch.verify(model))
     found["whole"] = sum(p.numel() for p in model.parameters() if hasattr(p, "ds_id"))
+    return found
+
+
+def partitioned() -> dict[str, str]:
+    """Proofs of a model in parts from the start (``zero.Init``): before there is an engine, after."""
+    import deepspeed
+
+    model = parts.build("llama")
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+    deepspeed.zero.Init(module=model, config_dict_or_path=config, dtype=torch.float32)
+    fa2_pack_patch.apply(model, kernel="sdpa")
+    try:
+        found = {"before": str(fa2_pack_patch.verify(model))}
+    except fa2_pack_patch.UnsupportedModelError as error:
+        found = {"before": str(error)}
+    found["after"] = str(fa2_pack_patch.verify(WRAPPERS["zero3"](model, 1).model))
     return found
 
 
@@ -273,6 +294,18 @@ def _wrong_backward(model: torch.nn.Module) -> str:
         return out + (out - out.detach()) / 100
 
     with mock.patch.object(sdpa.Sdpa, "__call__", wrong):
+        return str(fa2_pack_patch.verify(model))
+
+
+def _failing(model: torch.nn.Module) -> str:
+    """A proof of a model whose packed calls end in an error, on this rank."""
+    call = Probe.call
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        call(*args, **kwargs)
+        raise ZeroDivisionError("somebody's fault")
+
+    with mock.patch.object(Probe, "call", failing):
         return str(fa2_pack_patch.verify(model))
 
 
