@@ -147,7 +147,13 @@ def _holders(
                 )
             result.holders.append(module)
         elif any(c.__name__ == "PeftModel" for c in cls.__mro__):
-            if getattr(getattr(module, "active_peft_config", None), "is_prompt_learning", False):
+            active = getattr(module, "active_peft_config", None)
+            if getattr(active, "alora_invocation_tokens", None):
+                result.reasons.append(
+                    "PEFT's activated LoRA (aLoRA) adapts the end of each row, not of each "
+                    "example; use LoRA"
+                )
+            if getattr(active, "is_prompt_learning", False):
                 result.reasons.append(
                     "PEFT prompt learning (prefix or prompt tuning) puts virtual tokens before "
                     "each row, not each example; use LoRA or another adapter"

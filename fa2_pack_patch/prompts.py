@@ -1,7 +1,8 @@
-"""PEFT's prompt learning put around a patched model: its caller's boundaries do not come through.
+"""What PEFT does to rows, not to examples: prompt learning, around a patched model, and aLoRA.
 
-PEFT leaves out ``position_ids`` and says so in a warning alone; what its caller gave is still in
-the frames of that call, and nowhere else.
+Under prompt learning its caller's boundaries do not come through: PEFT leaves out ``position_ids``
+and says so in a warning alone; what its caller gave is still in the frames of that call, and
+nowhere else.
 """
 
 from __future__ import annotations
@@ -60,6 +61,42 @@ def check_prompts(module: torch.nn.Module, call: Mapping[str, Any]) -> None:
                 "around the model and puts its virtual tokens before each row, not each example. "
                 "Give it one example a row, padded; or use LoRA or another adapter for packed rows."
             )
+
+
+def check_activated(module: torch.nn.Module) -> None:
+    """Refuse a packed call of which PEFT's aLoRA adapts only the end of each row.
+
+    Args:
+        module: the patched base model that is called.
+
+    Raises:
+        PackingError: says what to do instead.
+    """
+    if "peft" not in sys.modules:
+        return
+    frame: Optional[FrameType] = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "forward" and _of_peft(frame):
+            wrapper = frame.f_locals.get("self")
+            configs = getattr(wrapper, "peft_config", None)
+            if isinstance(wrapper, torch.nn.Module) and isinstance(configs, Mapping):
+                tokens = [getattr(c, "alora_invocation_tokens", None) for c in configs.values()]
+                if any(tokens) and any(_from_a_token_on(m) for m in module.modules()):
+                    raise PackingError(
+                        "PEFT's activated LoRA (aLoRA) adapts the end of each row, from its last "
+                        f"invocation tokens {quote(next(filter(None, tokens)))} on, not of each "
+                        "example. Give it one example a row, padded; or use LoRA for packed rows."
+                    )
+        frame = frame.f_back
+
+
+def _from_a_token_on(module: torch.nn.Module) -> bool:
+    """Whether PEFT has given one of its layers the token of each row from which it adapts."""
+    for hook in module._forward_pre_hooks.values():
+        name = getattr(getattr(hook, "func", None), "__name__", "")
+        if name.startswith("_alora_offsets") and not getattr(module, "disable_adapters", False):
+            return True
+    return False
 
 
 def _prompting(module: torch.nn.Module, frame: Optional[FrameType]) -> Optional[FrameType]:

@@ -87,13 +87,20 @@ def came(patch: Patch, call: Mapping[str, Any]) -> bool:
         return False  # it ended before its forward
     if all(one is other for one, other in zip(seen, given)):
         return True
-    if not all(_equal(one, other) for one, other in zip(seen, given)):
-        return False
-    positions, moved = (tensors[_INPUTS.index("position_ids")] for tensors in (seen, given))
-    run = None if positions is None else patch.runs.bound(positions, patch)
-    if run is not None:
-        patch.runs.bind(moved, run)  # type: ignore[arg-type]
-    return True
+    at = _INPUTS.index("position_ids")
+    run = None if seen[at] is None else patch.runs.bound(seen[at], patch)  # type: ignore[arg-type]
+    if all(_equal(one, other) for one, other in zip(seen, given)):
+        if run is not None:
+            patch.runs.bind(given[at], run)  # type: ignore[arg-type]
+        return True
+    same = any(one is other for one, other in zip(seen[:at], given) if one is not None)
+    if run is not None and run.open and same and not _equal(seen[at], given[at]):
+        raise PackingError(
+            "position_ids of a packed call were changed after fa2_pack_patch read where its "
+            f"examples are, to {quote(given[at])}, by a forward pre-hook of the base model. Change "
+            "them before the model is called."
+        )
+    return False
 
 
 def _equal(one: Optional[torch.Tensor], other: Optional[torch.Tensor]) -> bool:

@@ -194,3 +194,19 @@ def test_inputs_that_accelerate_moves(build: Build, packed: Call, order: str, ki
             assert hidden_error(found, stock, call) < LIMIT
         ids = packed.kwargs["input_ids"]
         assert torch.equal(model(input_ids=ids).logits, build()(input_ids=ids).logits)
+
+
+@pytest.mark.parametrize("kind", ["positions", "varlen"])
+def test_positions_changed_behind_our_hook_are_refused(build: Build, kind: str) -> None:
+    model = build()
+    fpp.apply(model)
+    call = _positions(TWO) if kind == "positions" else _varlen(TWO)
+
+    def later(module: Any, args: Any, kwargs: Any) -> Any:
+        return args, {**kwargs, "position_ids": torch.arange(3, 23).expand(2, 20)}
+
+    handle = model.model.register_forward_pre_hook(later, with_kwargs=True)
+    with pytest.raises(fpp.PackingError, match=r"were changed .* to \[\[3, 4, 5.*before the model"):
+        model(**{**call.kwargs, "use_cache": None})
+    handle.remove()
+    assert model(**{**call.kwargs, "use_cache": None}).logits.isfinite().all()

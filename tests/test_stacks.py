@@ -681,6 +681,40 @@ def test_prompt_learning_called_by_its_forward(build: Build, kind: str) -> None:
         assert torch.equal(model.forward(**given).logits, stock.forward(**given).logits)
 
 
+def test_activated_lora_is_refused(build: Build) -> None:
+    """It adapts a row from its last invocation tokens on: not the examples before, silently."""
+    import torch.distributed.tensor  # PEFT 0.19 uses it unasked
+
+    peft = pytest.importorskip("peft", exc_type=ImportError)
+    if Version("4.52.1") > compat.release():
+        pytest.skip("PEFT has no aLoRA for this release")
+    call = _positions(TWO).kwargs
+    del call["use_cache"]
+    tokens = call["input_ids"][0, 5:6].tolist()
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False,
+        alora_invocation_tokens=tokens,
+    )  # fmt: skip
+
+    def adapted(model: torch.nn.Module) -> Any:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(3)
+            return peft.get_peft_model(model, config).eval()
+
+    with pytest.raises(fpp.UnsupportedModelError, match="aLoRA"):
+        fpp.apply(adapted(build()))
+    model, stock = build(), adapted(build())
+    fpp.apply(model)
+    wrapped = adapted(model)
+    with torch.no_grad():
+        with pytest.raises(fpp.PackingError, match=rf"aLoRA.*{tokens[0]}.*not of each example"):
+            wrapped(**call)
+        ids = call["input_ids"]
+        assert torch.equal(wrapped(input_ids=ids).logits, stock(input_ids=ids).logits)
+        with wrapped.disable_adapter():
+            assert torch.equal(wrapped(**call).logits, model(**call).logits)
+
+
 def call_by_forward(model: Any) -> Any:
     """With positions that no name of this function holds."""
     return model.forward(torch.arange(3, 9)[None], position_ids=torch.arange(6)[None] % 3)
