@@ -73,7 +73,7 @@ def apply(
             if report is not None:
                 return report
         earlier = _heads(patch)
-        with _set_aside(patch):
+        with _set_aside(patch), _strays_set_aside(model, patch):
             found = detect(model, release)
             _join_heads(found, earlier)
             if found.reasons:
@@ -98,6 +98,33 @@ def _set_aside(patch: Optional[Patch]) -> Iterator[None]:
             patch.commit(edits)
             patch.report = report
         raise
+
+
+@contextmanager
+def _strays_set_aside(model: torch.nn.Module, patch: Optional[Patch]) -> Iterator[None]:
+    """:func:`_let_go`; what it undid is done again where there is no patch in the end."""
+    gone = _let_go(model, patch)
+    try:
+        yield
+    except BaseException:
+        for other, edits in gone:
+            other.commit(edits)
+        raise
+
+
+def _let_go(model: torch.nn.Module, patch: Optional[Patch]) -> list[tuple[Patch, list[Edit]]]:
+    """Undo what was done to a head in ``model`` whose base model is another one by now."""
+    gone = []
+    for module in model.modules():
+        for hook in list(module._forward_pre_hooks.values()):
+            if isinstance(hook, ModelHook) and not hook.base and hook.patch is not patch:
+                other = hook.patch
+                edits = [edit for edit in other.edits if edit.target is module]
+                other.edits = [edit for edit in other.edits if edit.target is not module]
+                for edit in reversed(edits):
+                    edit.undo()
+                gone.append((other, edits))
+    return gone
 
 
 def _still(patch: Patch, model: torch.nn.Module, kernel: str) -> Optional[PatchReport]:
@@ -276,8 +303,9 @@ def revert(model: torch.nn.Module) -> bool:
     check_module(model, "reverted")
     with _LOCK:
         patch = _patch_of(model)
+        strays = _let_go(model, patch)
         if patch is None:
-            return False
+            return bool(strays)
         patch.undo()
         return True
 

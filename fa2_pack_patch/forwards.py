@@ -15,7 +15,7 @@ from .errors import PackingError
 from .graphs import UNREAD, eagerly
 from .interceptors import INTERCEPTORS, home_of, layers_of
 from .reading import by_name, handed_over
-from .refusals import check_unseen, positions_kept
+from .refusals import base_replaced, check_unseen, positions_kept
 from .runs import CURRENT, Run, came, coming, enter, entered, in_backward, leave
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ class ModelForward:
     def __init__(self, module: torch.nn.Module, hook: ModelHook) -> None:
         self.module = module
         self.hook = hook
+        hook.home = module
         #: the instance's own forward that was there before apply, if any
         self.before: Any = None
 
@@ -47,15 +48,42 @@ class ModelForward:
         """Whether a call of the module's forward still comes here."""
         return any(layer is self for layer in layers_of(self.module.__dict__.get("forward")))
 
+    @property
+    def __func__(self) -> Callable[..., Any]:
+        """The function of a bound method, as which accelerate takes a forward.
+
+        It puts its own around that, and later binds what is left of it to the model, or copies do.
+        """
+
+        def forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return self._call(module, args, kwargs)
+
+        forward.__signature__ = inspect.signature(type(self.module).forward)  # type: ignore[attr-defined]
+        forward.stands_for = self  # type: ignore[attr-defined]
+        return forward
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """What accelerate put around a forward before apply, for it to take that off again."""
+        if self.before is None:
+            raise AttributeError("__wrapped__")
+        return self.before  # type: ignore[no-any-return]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(self.module, args, kwargs)
+
+    def _call(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raise NotImplementedError
+
     def _stock(self) -> Callable[..., Any]:
         if self.before is not None:
             return self.before  # type: ignore[no-any-return]
         return type(self.module).forward.__get__(self.module)  # type: ignore[no-any-return]
 
-    def _inner(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.before is not None:
+    def _inner(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.before is not None and module is self.module:
             return self.before(*args, **kwargs)
-        return type(self.module).forward(self.module, *args, **kwargs)
+        return type(module).forward(module, *args, **kwargs)
 
 
 class HeadForward(ModelForward):
@@ -65,10 +93,10 @@ class HeadForward(ModelForward):
     here then. After the hook it hands everything on.
     """
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = self.hook.passed_by(self.module, args, kwargs)
-        found = self._inner(args, kwargs)
-        if not is_compiling():
+    def _call(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        args, kwargs = self.hook.passed_by(module, args, kwargs)
+        found = self._inner(module, args, kwargs)
+        if not is_compiling() and module is self.module:
             self._check_arrival(kwargs)
         return found
 
@@ -79,6 +107,8 @@ class HeadForward(ModelForward):
             patch = self.hook.patch
             run = patch.runs.bound(position_ids, patch)
             if run is not None and not run.done:
+                if not any(inner is patch.base for inner in self.module.modules()):
+                    raise base_replaced(self.module)
                 raise positions_kept(self.module)
 
 
@@ -93,10 +123,10 @@ class BaseForward(ModelForward):
         super().__init__(module, hook)
         self.count = count
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        hook, module = self.hook, self.module
+    def _call(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        hook = self.hook
         if is_exporting() or not hook.in_force(module):
-            return self._inner(args, kwargs)
+            return self._inner(module, args, kwargs)
         call = by_name(module, args, kwargs)
         patch, compiling = hook.patch, is_compiling()
         seen = patch.traced is not None and patch.traced.positions is call.get("position_ids")
@@ -107,12 +137,12 @@ class BaseForward(ModelForward):
         if not seen:
             args, kwargs = hook(module, args, kwargs) or (args, kwargs)
         if compiling:
-            output = self._inner(args, kwargs)
+            output = self._inner(module, args, kwargs)
         else:
             coming(patch, {})
             enter(patch)
             try:
-                output = self._inner(args, kwargs)
+                output = self._inner(module, args, kwargs)
             finally:
                 leave(patch)
         if not seen:

@@ -35,6 +35,7 @@ from .reading import (
 )
 from .refusals import (
     check_added,
+    check_copy,
     check_head,
     check_inputs,
     check_mask,
@@ -70,6 +71,8 @@ class ModelHook:
         self.outer = outer
         #: whether a token's label is predicted from the token before it: by a causal head
         self.shifts_labels = False
+        #: the module that apply reached; None for one whose forward is its own
+        self.home: Optional[torch.nn.Module] = None
 
     def __call__(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -135,11 +138,7 @@ class ModelHook:
     def _decide(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Optional[tuple[tuple[Any, ...], dict[str, Any]]]:
-        if "_is_replica" in module.__dict__:
-            raise PackingError(
-                "nn.DataParallel copied this model, and its copies would run on the weights of the "
-                "first device; use DistributedDataParallel, or fa2_pack_patch.revert(model) first."
-            )
+        check_copy(module, self.home)
         call = by_name(module, args, kwargs)
         self.patch.traced = None  # of a compiled call that did not end
         if not self.outer:

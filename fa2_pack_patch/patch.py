@@ -174,7 +174,9 @@ class Edit:
         # accelerate's hooks may have come or gone since, and move a forward from one to the other
         slots = FORWARDS if self.name in FORWARDS else (self.name,)
         for slot in slots:
-            if own.get(slot, ABSENT) is not self.value:
+            found = own.get(slot, ABSENT)
+            function = getattr(found, "__func__", None)  # bound by accelerate
+            if found is not self.value and getattr(function, "stands_for", None) is not self.value:
                 continue
             if not absent(self.before):
                 own[slot] = self.before
@@ -307,10 +309,14 @@ class Patch:
             self.undo()
             raise
 
+    @property
+    def base(self) -> Optional[torch.nn.Module]:
+        """The base model; None once it is reverted."""
+        return next((edit.target for edit in self.edits if edit.name == ATTRIBUTE), None)
+
     def copied_in(self, memo: Mapping[int, Any]) -> bool:
         """Whether ``copy.deepcopy`` is at the whole model, not at a part of it."""
-        known = [self, *(edit.target for edit in self.edits if edit.name == ATTRIBUTE)]
-        return any(id(part) in memo for part in known)
+        return id(self) in memo or (self.base is not None and id(self.base) in memo)
 
     def undo(self) -> None:
         """Put back exactly what was there; interrupted, it can be called again."""

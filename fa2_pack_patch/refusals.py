@@ -68,6 +68,35 @@ def _takes_positions(forward: Callable[..., Any]) -> bool:
     return "position_ids" in parameters or rest
 
 
+def check_copy(module: torch.nn.Module, home: Optional[torch.nn.Module]) -> None:
+    """Refuse a shallow copy, whose forward would run on the modules of the model ``home``.
+
+    One that shares its dictionary of modules has none of its own.
+
+    Raises:
+        PackingError: says what to do instead.
+    """
+    if "_is_replica" in module.__dict__:
+        raise PackingError(
+            "nn.DataParallel copied this model, and its copies would run on the weights of the "
+            "first device; use DistributedDataParallel, or fa2_pack_patch.revert(model) first."
+        )
+    if home is not None and module is not home and module._modules is not home._modules:
+        raise PackingError(
+            f"this {type(module).__name__} is a shallow copy (copy.copy) of a patched one, and "
+            "would run on the modules of that. Use copy.deepcopy; or call "
+            "fa2_pack_patch.revert(model) before copying, and apply after."
+        )
+
+
+def base_replaced(module: torch.nn.Module) -> PackingError:
+    """What a packed call of a head raises that has another base model than at apply."""
+    return PackingError(
+        f"the base model of this {type(module).__name__} was replaced after apply. Call "
+        "fa2_pack_patch.apply(model) again."
+    )
+
+
 def positions_kept(module: torch.nn.Module) -> PackingError:
     """What a packed call of a head raises that does not hand position_ids on."""
     return PackingError(

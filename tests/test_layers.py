@@ -175,3 +175,62 @@ def test_layers_that_peft_replicates(build: Build, packed: Call) -> None:
         wrapped(**packed.kwargs)
     assert fpp.apply(wrapped).layers == 3
     assert error(wrapped, stock, packed) < LIMIT
+
+
+@pytest.mark.parametrize("how", ["copied", "fresh", "patched"])
+def test_another_base_model(build: Build, packed: Call, how: str) -> None:
+    """The head still hands its calls to the first one's patch; apply and revert find both."""
+    model, other = build(), build()
+    fpp.apply(model)
+    if how == "patched":
+        fpp.apply(other)
+    model.model = copy.deepcopy(model.model) if how == "copied" else other.model
+    unpacked = {"input_ids": packed.kwargs["input_ids"]}
+    with torch.no_grad():
+        assert torch.equal(model(**unpacked).logits, build()(**unpacked).logits)
+    with pytest.raises(fpp.PackingError, match="LlamaForCausalLM was replaced after apply"):
+        model(**packed.kwargs)
+    fpp.apply(model)
+    assert error(model, build(), packed) < LIMIT
+    if how == "patched":
+        assert error(other, build(), packed) < LIMIT
+    model.model = build().model
+    assert fpp.revert(model) and not fpp.revert(model)
+    assert not model._forward_pre_hooks and "forward" not in model.__dict__
+
+
+def test_a_refused_apply_leaves_a_head_of_another_base(build: Build, packed: Call) -> None:
+    model = build()
+    fpp.apply(model)
+    before = dict(model.__dict__), dict(model._forward_pre_hooks)
+    model.model = build().model
+    attention = model.model.layers[0].self_attn
+    attention.forward = lambda *given: given
+    with pytest.raises(fpp.UnsupportedModelError):
+        fpp.apply(model)
+    assert model.__dict__["forward"] is before[0]["forward"]
+    assert list(model._forward_pre_hooks.values()) == list(before[1].values())
+    del attention.forward
+    fpp.apply(model)
+    assert error(model, build(), packed) < LIMIT
+
+
+@pytest.mark.parametrize("part", ["head", "base"])
+def test_a_shallow_copy_with_modules_of_its_own(build: Build, packed: Call, part: str) -> None:
+    """It has the original's forward, and ran on the original's modules, whatever the call."""
+    model = build()
+    fpp.apply(model)
+    same = copy.copy(model)
+    assert error(same, build(), packed) < LIMIT
+    other = copy.copy(model)
+    other._modules = dict(other._modules)
+    if part == "base":
+        other.model = copy.copy(model.model)
+        other.model._modules = dict(model.model._modules)
+        other = other.model
+    for call in (packed.kwargs, {"input_ids": packed.kwargs["input_ids"]}):
+        with pytest.raises(fpp.PackingError, match=r"shallow copy \(copy\.copy\)"):
+            other(**call)
+    fpp.revert(model)
+    with torch.no_grad():
+        copy.copy(model)(**call)

@@ -12,6 +12,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -161,6 +162,17 @@ def fp32_outputs(model: torch.nn.Module) -> torch.nn.Module:
     else:
         model.forward = types.MethodType(operations.convert_outputs_to_fp32(function), model)
     return model
+
+
+def prepared(model: torch.nn.Module) -> torch.nn.Module:
+    """What accelerate's ``prepare`` makes of it under mixed precision."""
+    accelerate = pytest.importorskip("accelerate")
+    accelerate.state.AcceleratorState._reset_state(True)
+    try:
+        found = accelerate.Accelerator(cpu=True, mixed_precision="bf16").prepare(model)
+    finally:
+        accelerate.state.AcceleratorState._reset_state(True)
+    return found  # type: ignore[no-any-return]
 
 
 def checkpointed(reentrant: bool) -> Wrap:
@@ -552,6 +564,40 @@ def test_accelerate_hooks_that_come_and_go(build: Build, order: str, removed: st
         for value in module.__dict__.values():
             assert not type(value).__module__.startswith("fa2_pack_patch"), value
     fpp.apply(model)
+
+
+@pytest.mark.parametrize("order", ["first", "between", "last"])
+def test_accelerate_takes_its_mixed_precision_off_again(build: Build, order: str) -> None:
+    """It binds what it finds under its own wrappers to the model, as a function."""
+    accelerate = pytest.importorskip("accelerate")
+    call, stock = _positions(TWO), build()
+    wanted, _ = one_by_one(stock, call, False)
+    model: Any = build()
+    if order == "first":
+        fpp.apply(model)
+    model = prepared(model)
+    if order == "between":
+        fpp.apply(model)
+    model = accelerate.utils.extract_model_from_parallel(model, keep_fp32_wrapper=False)
+    if order == "last":
+        fpp.apply(model)
+    assert differ(model, call, wanted) < LIMIT
+    assert inspect.signature(model.forward) == inspect.signature(stock.forward)
+    plain = {"input_ids": call.kwargs["input_ids"]}
+    with torch.no_grad():
+        assert torch.equal(model(**plain).logits, stock(**plain).logits)
+        loss = model(**call.kwargs, labels=plain["input_ids"]).loss.item()
+        if order == "between":  # what stood there went with accelerate's own
+            with pytest.raises(fpp.PackingError, match="forward was replaced after apply"):
+                model.forward(**call.kwargs, labels=plain["input_ids"])
+            fpp.apply(model)
+        assert model.forward(**call.kwargs, labels=plain["input_ids"]).loss.item() == loss
+    again = deepcopy(model)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.zero_()
+    assert differ(again, call, wanted) < LIMIT
+    fpp.revert(model)
+    assert "fa2_pack_patch" not in repr(model.__dict__.get("forward"))
 
 
 # What is refused

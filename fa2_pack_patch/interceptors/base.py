@@ -127,8 +127,10 @@ def layers_of(function: Any) -> Iterator[Any]:
     """A function, and what it is around: bound methods, partials and decorators are opened."""
     while function is not None:
         yield function
+        if type(function).__module__ == "fa2_pack_patch.forwards":
+            return
         inner = None
-        for name in ("__func__", "func", "__wrapped__"):
+        for name in ("__func__", "func", "__wrapped__", "stands_for"):
             inner = inner or getattr(function, name, None)
         function = inner
 
