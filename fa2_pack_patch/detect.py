@@ -148,10 +148,11 @@ def _holders(
             result.holders.append(module)
         elif any(c.__name__ == "PeftModel" for c in cls.__mro__):
             active = getattr(module, "active_peft_config", None)
-            if getattr(active, "alora_invocation_tokens", None):
+            tokens = getattr(active, "alora_invocation_tokens", None)
+            if tokens:
                 result.reasons.append(
-                    "PEFT's activated LoRA (aLoRA) adapts the end of each row, not of each "
-                    "example; use LoRA"
+                    f"PEFT's activated LoRA (aLoRA) adapts the end of each row, from {tokens} on, "
+                    "not of each example; use LoRA"
                 )
             if getattr(active, "is_prompt_learning", False):
                 result.reasons.append(

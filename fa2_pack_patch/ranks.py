@@ -53,7 +53,7 @@ class Ranks:
         except Exception as error:
             why = in_words(error)
         told = self.all(why)
-        if not all(told):
+        if not why:
             why = next((f"on rank {rank}: {w}" for rank, w in enumerate(told) if w), "")
         return None if why else found, why
 

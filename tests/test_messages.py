@@ -37,8 +37,8 @@ WITHOUT_VALUES = {
 }
 #: What a reader can do, as the first word of a sentence or of a part of one.
 VERBS = (
-    "apply|call|choose|count|cut|do not|give|go on|install|keep|leave|let|load|make|map over|mend|"
-    "move|pack|pass|pip install|raise|reinstall|remove|run|set|shorten|split|take|tokenize|trace|"
+    "apply|call|change|choose|count|cut|do not|give|go on|install|keep|leave|let|load|make|map over|"
+    "mend|move|pack|pass|pip install|raise|reinstall|remove|run|set|shorten|split|take|tokenize|trace|"
     "undo|use|verify"
 )
 ADVICE = re.compile(rf"(?:^|[.;:,] |\bor |\band )(?:{VERBS})\b", re.IGNORECASE)
