@@ -47,7 +47,7 @@ class Piece:
 
 def usual(pieces: Sequence[Piece]) -> bool:
     """Whether all have the positions that a row by itself has: 0, 1, 2, …"""
-    return all(torch.equal(p.positions, torch.arange(len(p.ids))) for p in pieces)
+    return all(torch.equal(p.positions, torch.arange(len(p.ids), device="cpu")) for p in pieces)
 
 
 @dataclass(frozen=True)
@@ -67,13 +67,14 @@ def pack(rows: Sequence[Sequence[torch.Tensor]], name: str) -> Batch:
     """
     width = max(sum(len(ids) for ids in row) for row in rows)
     shape = len(rows), width
-    ids, positions = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
-    mask, pieces = torch.zeros(shape, dtype=torch.long), []
+    ids = torch.zeros(shape, dtype=torch.long, device="cpu")
+    positions, mask = torch.zeros_like(ids), torch.zeros_like(ids)
+    pieces = []
     for r, row in enumerate(rows):
         spare, gaps, at = width - sum(len(tokens) for tokens in row), len(row) + 1, 0
         for n, tokens in enumerate(row):
             at += spare * (n + 1) // gaps - spare * n // gaps
-            piece = Piece(r, at, tokens, torch.arange(len(tokens)))
+            piece = Piece(r, at, tokens, torch.arange(len(tokens), device="cpu"))
             ids[piece.place], positions[piece.place], mask[piece.place] = tokens, piece.positions, 1
             pieces.append(piece)
             at += len(tokens)
@@ -91,7 +92,7 @@ def random_batches(vocabulary: int, window: Optional[int]) -> list[Batch]:
     generator = torch.Generator().manual_seed(20)
 
     def draw(length: int) -> torch.Tensor:
-        return torch.randint(1, vocabulary, (length,), generator=generator)
+        return torch.randint(1, vocabulary, (length,), generator=generator, device="cpu")
 
     lengths = list(_ONE)
     if window and window <= _REACH:
@@ -197,28 +198,29 @@ def _read_batch(given: Mapping[str, Any]) -> Batch:
     _check_batch(kwargs)
     ids = kwargs["input_ids"].detach().cpu().to(torch.int64)
     rows, width = ids.shape
-    starts = torch.zeros(rows, width, dtype=torch.bool)
+    starts = torch.zeros(rows, width, dtype=torch.bool, device="cpu")
     starts[:, 0] = True
     positions = kwargs.get("position_ids")
     if positions is not None:
         positions = positions.detach().cpu().to(torch.int64).reshape(-1, width).expand(rows, width)
         starts[:, 1:] |= positions[:, 1:] <= positions[:, :-1]
     mask = kwargs.get("attention_mask")
-    real = torch.ones(rows, width, dtype=torch.bool)
+    real = torch.ones(rows, width, dtype=torch.bool, device="cpu")
     if mask is not None:
         mask = mask.detach().cpu().to(torch.int64)
         real = mask != 0
         starts[:, 1:] |= mask[:, 1:] != mask[:, :-1]
     lengths = kwargs.get("cu_seq_lens_q")
     if lengths is not None:
-        inner = torch.as_tensor(lengths).detach().cpu().to(torch.int64)
+        inner = as_tensor("cu_seq_lens_q", lengths).detach().cpu().to(torch.int64)
         starts.view(-1)[inner[inner < rows * width]] = True
     pieces = []
     for r in range(rows):
         edges = [*starts[r].nonzero().reshape(-1).tolist(), width]
         for a, b in zip(edges, edges[1:]):
             if bool(real[r, a]):
-                place = torch.arange(b - a) if positions is None else positions[r, a:b]
+                own = torch.arange(b - a, device="cpu")
+                place = own if positions is None else positions[r, a:b]
                 pieces.append(Piece(r, a, ids[r, a:b], place))
     if len(pieces) <= rows:
         raise PackingError(

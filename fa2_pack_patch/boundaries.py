@@ -59,10 +59,10 @@ def read_boundaries(
     assert shaped is not None
     rows, tokens = shaped.shape
     real, segments, odd = _read_mask(attention_mask, rows, tokens)
-    start = torch.zeros(rows, tokens, dtype=torch.bool)
+    start = torch.zeros(rows, tokens, dtype=torch.bool, device="cpu")
     start[:, 0] = True
     both = real[:, 1:] & real[:, :-1]
-    resets = torch.zeros(rows, tokens - 1, dtype=torch.bool)
+    resets = torch.zeros(rows, tokens - 1, dtype=torch.bool, device="cpu")
     if position_ids is not None:
         resets = (position_ids[:, 1:] <= position_ids[:, :-1]) & both
     if segments is None:
@@ -100,7 +100,7 @@ def read_boundaries(
             "move the padding to its end."
         )
     firsts = start.flatten().nonzero().flatten()
-    ends = torch.cat([firsts, torch.tensor([rows * tokens])])
+    ends = torch.cat([firsts, torch.tensor([rows * tokens], device="cpu")])
     return Boundaries(ends.diff().tolist(), (~real).flatten()[firsts].tolist())
 
 
@@ -120,7 +120,7 @@ def _read_mask(
 ) -> tuple[torch.Tensor, Optional[torch.Tensor], Optional[PackingError]]:
     """Which tokens are real, their segment ids if it has any, and what is wrong with its values."""
     if mask is None:
-        return torch.ones(rows, tokens, dtype=torch.bool), None, None
+        return torch.ones(rows, tokens, dtype=torch.bool, device="cpu"), None, None
     if mask.dim() != 2 or tuple(mask.shape) != (rows, tokens):
         raise PackingError(
             f"attention_mask must be (rows, tokens) = ({rows}, {tokens}) with 0/1 or segment ids, "
@@ -149,7 +149,7 @@ def _across_gaps(
     keys = segments if segments is not None else positions
     if keys is None:
         return False, None
-    index = torch.arange(real.shape[1]).expand_as(real)
+    index = torch.arange(real.shape[1], device="cpu").expand_as(real)
     last = torch.where(real, index, torch.full_like(index, -1)).cummax(dim=1).values
     before = last[:, :-1]
     gap = real[:, 1:] & ~real[:, :-1] & (before >= 0)

@@ -167,7 +167,7 @@ def recorder() -> Optional[str]:
 @lru_cache(maxsize=1)
 def storages_keep_attributes() -> bool:
     """Whether a storage's Python object lives as long as the storage (torch 2.2 and later)."""
-    tensor = torch.zeros(1)
+    tensor = torch.zeros(1, device="cpu")
     setattr(tensor.untyped_storage(), "_fa2_pack_patch_probe", True)  # noqa: B010
     alias = tensor.view(1, 1).detach()
     del tensor

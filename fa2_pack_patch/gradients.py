@@ -68,7 +68,8 @@ def weights_of(pieces: Sequence[Piece], outputs: Sequence[torch.Tensor]) -> list
     for n, (piece, out) in enumerate(zip(pieces, outputs)):
         generator = torch.Generator().manual_seed(500 + n)
         shape = len(piece.ids), out.shape[-1]
-        found.append(torch.randn(shape, generator=generator) / math.sqrt(out.shape[-1]))
+        drawn = torch.randn(shape, generator=generator, device="cpu")
+        found.append(drawn / math.sqrt(out.shape[-1]))
     return found
 
 
@@ -101,7 +102,8 @@ def sketches(
             found[name] = gradient.detach().double().cpu()
             continue
         generator = torch.Generator().manual_seed(gradient.shape[-1])
-        signs = torch.randint(0, 2, (gradient.shape[-1],), generator=generator) * 2 - 1
+        size = gradient.shape[-1:]
+        signs = torch.randint(0, 2, size, generator=generator, device="cpu") * 2 - 1
         wide = torch.promote_types(gradient.dtype, torch.float32)
         found[name] = (gradient.detach().to(wide) @ signs.to(gradient.device, wide)).double().cpu()
     return found

@@ -351,9 +351,10 @@ class ModelHook:
         else:
             carried = ids.to(device=device, dtype=torch.int64, copy=True).contiguous()
         if self.patch.rope is not None and not all(layout.padding):
-            ends = torch.tensor([s + n - 1 for s, n in zip(layout.starts, layout.lengths)])
+            last = [s + n - 1 for s, n in zip(layout.starts, layout.lengths)]
+            ends = torch.tensor(last, device="cpu")
             # Plus one as Python ints: as int64 the largest would wrap.
-            reach = [last + 1 for last in positions.reshape(-1)[ends].tolist()]
+            reach = [at + 1 for at in positions.reshape(-1)[ends].tolist()]
             check_lengths(self.patch.rope, layout, reach)
         run = Run(layout, positions, int(positions.max()) + 1, self.patch)
         self.patch.runs.bind(carried, run)

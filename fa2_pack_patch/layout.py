@@ -98,8 +98,10 @@ class PackedLayout:
             raise PackingError(
                 f"padding has {len(flags)} flags for {len(counts)} lengths; give one for each."
             )
-        cu = torch.zeros(len(counts) + 1, dtype=torch.int32)
-        torch.cumsum(torch.tensor(counts, dtype=torch.int32), 0, dtype=torch.int32, out=cu[1:])
+        # On the CPU, whatever torch.set_default_device says.
+        cu = torch.zeros(len(counts) + 1, dtype=torch.int32, device="cpu")
+        sizes = torch.tensor(counts, dtype=torch.int32, device="cpu")
+        torch.cumsum(sizes, 0, dtype=torch.int32, out=cu[1:])
         return cls(upload(cu, torch.device(device)), counts, max(counts), total, flags, rows)
 
     @classmethod
@@ -212,7 +214,7 @@ class PackedLayout:
 
     def positions(self) -> torch.Tensor:
         """int64 ``(tokens,)`` on the CPU: each token's place in its example, from 0."""
-        return torch.cat([torch.arange(n) for n in self.lengths])
+        return torch.cat([torch.arange(n, device="cpu") for n in self.lengths])
 
     @classmethod
     def from_batch(cls, batch: Mapping[str, Any]) -> PackedLayout:
@@ -273,9 +275,8 @@ class PackedLayout:
             hidden: ``(rows, tokens, ...)`` or ``(tokens, ...)``, as for :meth:`split`.
         """
         ends = [s + n - 1 for s, n, pad in self._spans() if not pad]
-        return self._flat(hidden).index_select(
-            0, upload(torch.tensor(ends, dtype=torch.int64), hidden.device)
-        )
+        index = torch.tensor(ends, dtype=torch.int64, device="cpu")
+        return self._flat(hidden).index_select(0, upload(index, hidden.device))
 
     def pad(
         self, tensor: torch.Tensor, value: float = 0, *, side: str = "right"
@@ -349,10 +350,10 @@ class PackedLayout:
                 f"this layout is all padding (runs of {quote(list(self.lengths))} tokens): there "
                 "is no example to pad. Leave such batches out."
             )
-        first = torch.tensor([start for start, _ in real])[:, None]
-        lengths = torch.tensor([length for _, length in real])[:, None]
+        first = torch.tensor([start for start, _ in real], device="cpu")[:, None]
+        lengths = torch.tensor([length for _, length in real], device="cpu")[:, None]
         longest = int(lengths.max())
-        place = torch.arange(longest)[None]
+        place = torch.arange(longest, device="cpu")[None]
         if side == "left":
             place = place - (longest - lengths)
         mask = (place >= 0) & (place < lengths)

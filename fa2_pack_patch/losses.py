@@ -60,7 +60,7 @@ class Targets:
 
     def alone(self, pieces: Sequence[Piece], classes: int) -> torch.Tensor:
         """The mean over all targets, each example run by itself."""
-        total, count = torch.zeros((), dtype=torch.float64), 0
+        total, count = torch.zeros((), dtype=torch.float64, device="cpu"), 0
         for piece in pieces:
             targets = len(piece.ids) - self.first
             if targets:

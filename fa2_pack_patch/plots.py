@@ -41,7 +41,9 @@ def leak_maps(
     if examples is None:
         generator = torch.Generator().manual_seed(3)
         known = min(probe.rows, probe.vocabulary)
-        examples = [torch.randint(1, known, (n,), generator=generator) for n in _LENGTHS]
+        examples = [
+            torch.randint(1, known, (n,), generator=generator, device="cpu") for n in _LENGTHS
+        ]
     batch = given_batch(examples, probe.rows)
     maps = {}
     with undisturbed(model):
@@ -54,7 +56,8 @@ def leak_maps(
 
 def foreign_share(batch: Batch, influences: torch.Tensor) -> float:
     """How much of all influence in a map comes from another example."""
-    owner = torch.cat([torch.full((len(p.ids),), n) for n, p in enumerate(batch.pieces)])
+    owners = [torch.full((len(p.ids),), n, device="cpu") for n, p in enumerate(batch.pieces)]
+    owner = torch.cat(owners)
     others = influences[owner[:, None] != owner].sum()
     return float(others / influences.sum())
 

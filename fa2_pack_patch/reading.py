@@ -219,8 +219,9 @@ def explicit(
                 f"{name} is {longest}, but the longest example of cu_seq_lens_q "
                 f"{quote(q)} has {layout.max_seqlen} tokens. Give that or more."
             )
-    starts = torch.zeros(rows * tokens, dtype=torch.bool)
-    starts[torch.tensor(layout.starts)] = True
+    starts = torch.zeros(rows * tokens, dtype=torch.bool, device="cpu")
+    firsts = torch.tensor(layout.starts, device="cpu")
+    starts[firsts] = True
     for row in range(rows):
         if not bool(starts[row * tokens]):
             raise PackingError(
@@ -244,7 +245,7 @@ def explicit(
                 )
     padding = [False] * layout.examples
     if mask is not None:
-        padding = [bool(p) for p in (mask.reshape(-1)[torch.tensor(layout.starts)] == 0).tolist()]
+        padding = [bool(p) for p in (mask.reshape(-1)[firsts] == 0).tolist()]
     return Boundaries(list(layout.lengths), padding)
 
 

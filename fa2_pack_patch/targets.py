@@ -47,7 +47,7 @@ def _masked(labels: torch.Tensor, layout: Layout, ignored: int, *, last: bool) -
     """A copy without each example's first token, or its last one."""
     cu = layout.cu_seqlens
     if cu.device != labels.device and isinstance(layout, PackedLayout):
-        cu = upload(torch.tensor([*layout.starts, layout.tokens]), labels.device)
+        cu = upload(torch.tensor([*layout.starts, layout.tokens], device="cpu"), labels.device)
     cu = cu.to(device=labels.device, dtype=torch.int64)
     flat = labels.reshape(-1)
     if last:

@@ -67,8 +67,10 @@ def is_mask(tensor: torch.Tensor) -> bool:
 
 def as_tensor(name: str, values: Any) -> torch.Tensor:
     """A tensor of what the caller gave, or a :class:`PackingError` that quotes it."""
+    if isinstance(values, torch.Tensor):
+        return values  # torch.as_tensor would send it to torch.set_default_device's
     try:
-        return torch.as_tensor(values)
+        return torch.as_tensor(values, device="cpu")
     except (TypeError, ValueError, RuntimeError, OverflowError):
         raise PackingError(
             f"{name} must be integers in a tensor, got a {type(values).__name__}: {quote(values)}."

@@ -106,7 +106,7 @@ class Doubts:
         if q.device.type != "cuda":
             self._open.append((wrong, None, q))
             return
-        flag = torch.empty((), dtype=torch.bool, pin_memory=True)
+        flag = torch.empty((), dtype=torch.bool, pin_memory=True, device="cpu")
         flag.copy_(wrong, non_blocking=True)
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()

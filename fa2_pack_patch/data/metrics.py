@@ -122,9 +122,8 @@ def token_counts(labels: torch.Tensor, layout: PackedLayout) -> TokenCounts:
     target, owner, examples = _targets(labels, layout)
     lengths = [n for n, pad in zip(layout.lengths, _flags(layout)) if not pad]
     targets = torch.bincount(owner[target != IGNORED], minlength=examples)
-    return TokenCounts(
-        torch.tensor(lengths, dtype=torch.int64), targets, layout.tokens - sum(lengths)
-    )
+    sizes = torch.tensor(lengths, dtype=torch.int64, device="cpu")
+    return TokenCounts(sizes, targets, layout.tokens - sum(lengths))
 
 
 def _flags(layout: PackedLayout) -> Sequence[bool]:
@@ -133,8 +132,8 @@ def _flags(layout: PackedLayout) -> Sequence[bool]:
 
 def _targets(labels: torch.Tensor, layout: PackedLayout) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Flat labels without first tokens and padding; each token's example; number of examples."""
-    owner = torch.empty(layout.tokens, dtype=torch.long)
-    masked = torch.zeros(layout.tokens, dtype=torch.bool)
+    owner = torch.empty(layout.tokens, dtype=torch.long, device="cpu")
+    masked = torch.zeros(layout.tokens, dtype=torch.bool, device="cpu")
     examples = 0
     for start, length, pad in zip(layout.starts, layout.lengths, _flags(layout)):
         owner[start : start + length] = max(examples - 1, 0) if pad else examples
