@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 class ModelForward:
     """Stands for the forward of a model, for callers that pass its hook by."""
 
+    #: for :func:`~fa2_pack_patch.interceptors.base.layers_of`, which opens it no further
+    of_fa2_pack_patch = True
+
     def __init__(self, module: torch.nn.Module, hook: ModelHook) -> None:
         self.module = module
         self.hook = hook
@@ -152,6 +155,8 @@ class BaseForward(ModelForward):
 
 class PackedForward(Alone):
     """Stands for an attention module's forward: packed when its position_ids carry a layout."""
+
+    of_fa2_pack_patch = True
 
     def __init__(self, site: Site) -> None:
         self.site = site
