@@ -55,6 +55,11 @@ def flash_window_sees(handed: Optional[int], version: Version) -> Optional[int]:
     return handed if version >= Version("4.56.0.dev0") else handed + 1
 
 
+def config_may_be_bidirectional(version: Version) -> bool:
+    """Whether a decoder's masks heed ``config.is_causal`` (not yet in 5.0.0)."""
+    return version > Version("5.0.0")
+
+
 def rotary_without_positions(version: Version, family: str) -> bool:
     """Whether the flash class calls its rotary module without position_ids (Phi-3 in 4.44.0)."""
     return family == "phi3" and version == Version("4.44.0")

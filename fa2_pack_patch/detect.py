@@ -16,11 +16,13 @@ from . import compat
 from .errors import UnsupportedModelError
 from .interceptors import INTERCEPTORS, home_of
 from .patch import ATTRIBUTE, FORWARDS, Patch, absent
+from .refusals import not_causal
 from .registry import Family, Span, by_base_class, by_model_type, families
 
 _REFUSED_WRAPPERS = {
     "DataParallel": "nn.DataParallel copies the model at each forward; use DistributedDataParallel",
 }
+_CAUSAL = "packed rows are for causal decoders; give one"
 
 
 @dataclass
@@ -181,7 +183,8 @@ def config_reasons(config: Any, family: Family, release: Version) -> list[str]:
         if all(getattr(config, key, None) == value for key, value in refusal.when.items()):
             when = ", ".join(f"{k}={v!r}" for k, v in refusal.when.items())
             reasons.append(f"config has {when}: {refusal.reason}")
-    return reasons
+    reason = not_causal(config, [], release)
+    return reasons if reason is None else [*reasons, f"{reason}, but {_CAUSAL}"]
 
 
 def _attention_classes(family: Family, span: Span) -> set[type]:
@@ -275,11 +278,8 @@ def _attention(
         reason = foreign_core(stock_core(first, span, result.implementation), span.name)
     if reason is not None:
         result.reasons.append(reason)
-    if not getattr(first, "is_causal", True):
-        result.reasons.append(
-            f"{result.attention[0][0]}.is_causal is false, but packed rows are for causal "
-            "decoders; give one"
-        )
+    reason = not_causal(None, result.attention, release)
+    result.reasons += [] if reason is None else [f"{reason}, but {_CAUSAL}"]
 
 
 def _unpackable(implementation: str) -> list[str]:

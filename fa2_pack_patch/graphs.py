@@ -20,8 +20,8 @@ UNREAD_ROPE = (
     "outside of the graph; leave out fullgraph=True."
 )
 CHANGED = (
-    "fa2_pack_patch: since apply this model's layers came or went, or it was loaded with another "
-    "Transformers; call fa2_pack_patch.apply(model) again."
+    "fa2_pack_patch: since apply this model's layers came or went, it attends in both directions, "
+    "or it was loaded with another Transformers; call fa2_pack_patch.apply(model) again."
 )
 
 

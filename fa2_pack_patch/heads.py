@@ -15,7 +15,7 @@ import torch
 from .detect import class_of
 from .errors import PackingError
 from .refusals import one_result_a_row
-from .targets import LABELS, mask_labels
+from .targets import KEPT, LABELS, mask_labels
 from .varlen import Layout
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def check_unreached(
         if name in family.pooled:
             raise one_result_a_row(name, layout)
         given = dict(frame.f_locals.get("kwargs", {}))
-        given.update((n, frame.f_locals[n]) for n in LABELS if n in frame.f_locals)
+        given.update((n, frame.f_locals[n]) for n in LABELS + KEPT if n in frame.f_locals)
         labels = {n: given[n] for n in LABELS if isinstance(given.get(n), torch.Tensor)}
         masked = {**given, "position_ids": call["position_ids"]}
         mask_labels(masked, layout)

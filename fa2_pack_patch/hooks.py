@@ -129,7 +129,8 @@ class ModelHook:
     def _enter(
         self, module: torch.nn.Module, call: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if self.patch.stale is not None or lists_changed(self.patch, module):
+        patch = self.patch
+        if patch.stale is not None or lists_changed(patch, module) or patch.both_ways():
             eagerly(CHANGED, self._check_layers, module)
         call["use_cache"] = False
         self._drop_mask(call)
@@ -190,6 +191,12 @@ class ModelHook:
     def _check_layers(self, base: torch.nn.Module) -> None:
         if self.patch.stale is not None:
             raise PackingError(f"{self.patch.stale}.")
+        both_ways = self.patch.both_ways()
+        if both_ways is not None:
+            raise PackingError(
+                f"since apply, {both_ways}: this model attends in both directions, and packed rows "
+                "are for causal decoders. Give it one example a row."
+            )
         check_added(added_attention(self.patch, base))
 
     def _still_whole(self, model: torch.nn.Module, *, unseen: bool) -> None:
@@ -208,6 +215,7 @@ class ModelHook:
                 )
         module = patch.sites[0].module
         name = implementation_of(module, patch.config, patch.span.via)
+        patch.reference(name)
         stock = stock_core(module, patch.span, name)
         if stock is not patch.stock:
             reason = foreign_core(stock, patch.span.name)

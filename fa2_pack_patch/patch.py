@@ -13,6 +13,8 @@ from packaging.version import Version
 from torch.utils.hooks import RemovableHandle
 
 from . import compat
+from .errors import PackingError
+from .refusals import not_causal
 from .registry import Family, Reference, Span
 from .rope import RopeRule
 from .runs import Run, Runs
@@ -294,6 +296,12 @@ class Patch:
         Looked up once: a compiled forward must find nothing that changes at the first look.
         """
         if implementation not in self._references:
+            if compat.implementation_kind(implementation) is None:
+                raise PackingError(
+                    f"since apply, this model's attn_implementation is {implementation!r}, which "
+                    "cannot be packed. Set it to 'sdpa', 'eager' or a flash-attention, or give one "
+                    "example a row."
+                )
             rule = self.family.reference(self.release, implementation)
             flash = rule is None and compat.implementation_kind(implementation) == "flash"
             self._references[implementation] = rule, flash
@@ -313,6 +321,11 @@ class Patch:
     def base(self) -> Optional[torch.nn.Module]:
         """The base model; None once it is reverted."""
         return next((edit.target for edit in self.edits if edit.name == ATTRIBUTE), None)
+
+    def both_ways(self) -> Optional[str]:
+        """What makes stock attend in both directions by now (all layers are seen at apply)."""
+        first = self.sites[0]
+        return not_causal(self.config, [(first.label, first.module)], self.release)
 
     def copied_in(self, memo: Mapping[int, Any]) -> bool:
         """Whether ``copy.deepcopy`` is at the whole model, not at a part of it."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import Any, Optional
 
 import torch
+from packaging.version import Version
 
-from .compat import recorder
+from .compat import config_may_be_bidirectional, recorder
 from .errors import PackingError
 from .layout import PackedLayout
 from .reading import VARLEN, cache_of, fits, handed_over, may_be_segments
@@ -188,6 +189,24 @@ def check_traced() -> None:
         )
 
 
+def not_causal(
+    config: Any, attention: Iterable[tuple[str, torch.nn.Module]], release: Version
+) -> Optional[str]:
+    """What says that a model attends in both directions, or None.
+
+    Args:
+        config: the model's.
+        attention: names of attention modules, and these.
+        release: the installed Transformers.
+    """
+    for label, module in attention:
+        if not getattr(module, "is_causal", True):
+            return f"{label}.is_causal is false"
+    if config_may_be_bidirectional(release) and not getattr(config, "is_causal", True):
+        return f"config.is_causal is {config.is_causal!r}"
+    return None
+
+
 def check_mask(mask: Any, rows: int, tokens: int) -> None:
     """Refuse a mask that is not ``(rows, tokens)``.
 
@@ -236,6 +255,12 @@ def check_options(call: Mapping[str, Any], layout: Optional[PackedLayout], confi
         raise PackingError(
             f"{what} cannot go with a cache, got {_describe_cache(cache)}. "
             "Pass past_key_values=None and use_cache=False."
+        )
+    causal = call.get("is_causal")
+    if causal is not None and not causal:
+        raise PackingError(
+            f"is_causal={causal!r} cannot go with {what}: the kernels attend to earlier tokens "
+            "alone. Leave it out, or give one example a row."
         )
     for name in _FOREIGN:
         if call.get(name) is not None:
