@@ -10,6 +10,7 @@ import torch
 from .compat import is_compiling, is_exporting
 from .forwards import in_place, layers_missed
 from .graphs import UNREAD, eagerly
+from .recomputes import Recompute
 from .runs import Run, leave
 
 if TYPE_CHECKING:
@@ -31,11 +32,11 @@ class CountHook:
             # Layers in a graph are not counted, so that it stays whole: they are ours or not.
             self._count(run, [s for s in self.patch.sites if not in_place(s)])
         elif is_compiling() and not is_exporting():
-            eagerly(UNREAD, self._check, kwargs, output)
+            eagerly(UNREAD, self._check, module, kwargs, output)
         elif not is_exporting():
-            self._check(kwargs, output)
+            self._check(module, kwargs, output)
 
-    def _check(self, kwargs: dict[str, Any], output: Any) -> None:
+    def _check(self, module: torch.nn.Module, kwargs: dict[str, Any], output: Any) -> None:
         leave(self.patch)
         position_ids = kwargs.get("position_ids")
         if not isinstance(position_ids, torch.Tensor):
@@ -44,7 +45,7 @@ class CountHook:
         if run is not None:
             run.open = False
             self._count(run, self.patch.sites)
-            self.patch.runs.keep(run, output)
+            self.patch.runs.keep(run, output, Recompute(self.patch, module))
 
     def _count(self, run: Run, sites: Sequence[Site]) -> None:
         missed = [s for s in sites if s.index not in run.done]

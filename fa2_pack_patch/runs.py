@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Optional, Union
 
@@ -191,15 +191,17 @@ class Runs:
         run = self._by_storage(position_ids)
         return run if run is not None and run.owner_id == id(owner) else None
 
-    def keep(self, run: Run, output: Any) -> None:
+    def keep(self, run: Run, output: Any, before: Callable[[Any], None]) -> None:
         """Let ``run`` live as long as the graph that led to the model's ``output`` does.
 
         A recompute may be given other tensors than the forward was, and finds its run by value: an
         offloading framework or an old release's checkpoints keep no tensor that carries it.
+        ``before`` is called when the backward begins.
         """
         for tensor in _tensors(output):
             if tensor.grad_fn is not None:
                 tensor.grad_fn.metadata[_ATTRIBUTE] = run  # type: ignore[index]
+                tensor.grad_fn.register_prehook(before)
 
     def find(self, position_ids: torch.Tensor, hidden_states: Any) -> Optional[Run]:
         """The run that ``position_ids`` belongs to, or None.
