@@ -363,7 +363,7 @@ class ModelHook:
             ends = torch.tensor(last, device="cpu")
             # Plus one as Python ints: as int64 the largest would wrap.
             reach = [at + 1 for at in positions.reshape(-1)[ends].tolist()]
-            check_lengths(self.patch.rope, layout, reach)
+            check_lengths(self.patch.rope, layout, reach, self.patch.base)
         run = Run(layout, positions, int(positions.max()) + 1, self.patch)
         self.patch.runs.bind(carried, run)
         call["position_ids"] = carried

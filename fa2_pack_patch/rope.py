@@ -56,19 +56,24 @@ def _flatten(holder: Any) -> list[dict[str, Any]]:
     return nested or [holder]
 
 
-def check_lengths(rule: RopeRule, layout: PackedLayout, reach: Sequence[int]) -> None:
+def check_lengths(
+    rule: RopeRule, layout: PackedLayout, reach: Sequence[int], base: Optional[torch.nn.Module]
+) -> None:
     """Refuse a call in which one example would change its neighbours' phases.
 
     Args:
         rule: the model's rule.
         layout: the examples of the call.
         reach: each example's largest position plus one.
+        base: the model, whose rotary modules may still hold the phases of a longer call.
 
     Raises:
         PackingError: names the example.
     """
     real = [i for i in range(layout.examples) if not (layout.padding and layout.padding[i])]
     longest = max(real, key=lambda i: reach[i])
+    if reach[longest] == rule.limit:
+        _check_at_limit(rule, base, [i for i in real if reach[i] != rule.limit], longest)
     if reach[longest] <= rule.limit:
         return
     if rule.kind == "dynamic":
@@ -84,6 +89,23 @@ def check_lengths(rule: RopeRule, layout: PackedLayout, reach: Sequence[int]) ->
             f"which would change example {others[0]} (up to position {reach[others[0]] - 1}) and "
             f"{len(others) - 1} more. Run example {longest} in a call of its own, or with examples "
             + ("of its length." if rule.kind == "dynamic" else "beyond that limit too.")
+        )
+
+
+def _check_at_limit(
+    rule: RopeRule, base: Optional[torch.nn.Module], shorter: Sequence[int], longest: int
+) -> None:
+    """From 4.43 on, only a call that stays below the limit gives a longer call's phases up."""
+    if rule.kind != "dynamic" or not shorter or base is None:
+        return
+    rotary = [m for m in base.modules() if hasattr(m, "original_max_seq_len")]
+    cached = [v for m in rotary for n, v in vars(m).items() if n.endswith("max_seq_len_cached")]
+    if any(int(tokens) > rule.limit for tokens in cached):
+        raise PackingError(
+            f"example {longest} takes all {rule.limit} positions up to which this model's dynamic "
+            "rope is constant. After a longer call the model keeps that call's rotary phases for "
+            f"it, but not for shorter ones, so it would change example {shorter[0]} and "
+            f"{len(shorter) - 1} more. Run example {longest} in a call of its own."
         )
 
 

@@ -476,6 +476,31 @@ def test_rope_that_depends_on_the_longest_example(build: Build) -> None:
         model(**_positions([[4, 9, 7]]).kwargs)
 
 
+def test_a_dynamic_rope_at_its_limit_after_a_longer_call(build: Build) -> None:
+    scaling = {"type": "dynamic", "factor": 4.0}
+    made = {"rope_scaling": scaling, "max_position_embeddings": 16}
+    model, alone = build("llama", **made), build("llama", **made)
+    fpp.apply(model)
+    call = _positions([[16, 5]])
+    long = {"input_ids": torch.arange(3, 43)[None], "use_cache": False}
+    with torch.no_grad():
+        assert compare(model(**call.kwargs).logits, call, References(alone)) < LIMIT
+        for one in (model, alone):
+            one(**long)
+        try:
+            got = model(**call.kwargs).logits
+        except fpp.PackingError as error:
+            assert "example 0 takes all 16 positions" in str(error)
+            assert Version("4.43") <= RELEASE
+        else:
+            assert compare(got, call, References(alone)) < LIMIT
+        model(input_ids=call.kwargs["input_ids"][:, :9])  # gives the phases up
+        if Version("4.43") <= RELEASE:
+            assert compare(
+                model(**call.kwargs).logits, call, References(build("llama", **made))
+            ) < (LIMIT)
+
+
 @pytest.mark.skipif("phi3" not in HERE, reason="no family with longrope in this release")
 def test_longrope_switches_all_or_is_refused(build: Build) -> None:
     scaling: dict[str, Any] = {
