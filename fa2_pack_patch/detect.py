@@ -16,6 +16,7 @@ from . import compat
 from .errors import UnsupportedModelError
 from .interceptors import INTERCEPTORS, home_of
 from .patch import ATTRIBUTE, FORWARDS, Patch, absent
+from .prompts import by_the_row
 from .refusals import not_causal
 from .registry import Family, Span, by_base_class, by_model_type, families
 
@@ -150,17 +151,8 @@ def _holders(
             result.holders.append(module)
         elif any(c.__name__ == "PeftModel" for c in cls.__mro__):
             active = getattr(module, "active_peft_config", None)
-            tokens = getattr(active, "alora_invocation_tokens", None)
-            if tokens:
-                result.reasons.append(
-                    f"PEFT's activated LoRA (aLoRA) adapts the end of each row, from {tokens} on, "
-                    "not of each example; use LoRA"
-                )
-            if getattr(active, "is_prompt_learning", False):
-                result.reasons.append(
-                    "PEFT prompt learning (prefix or prompt tuning) puts virtual tokens before "
-                    "each row, not each example; use LoRA or another adapter"
-                )
+            reason = by_the_row(active)
+            result.reasons += [] if reason is None else [f"{reason}; use LoRA"]
             result.holders.append(module)
 
 

@@ -15,7 +15,7 @@ from .forwards import HeadForward, owner_of
 from .graphs import CHANGED, UNREAD, UNREAD_ROPE, eagerly
 from .heads import check_unreached
 from .layout import PackedLayout
-from .prompts import check_activated, check_prompts, may_be_prompted
+from .prompts import check_adapters, check_prompts, may_be_prompted
 from .reading import (
     VARLEN,
     by_name,
@@ -153,7 +153,7 @@ class ModelHook:
         unseen = call["position_ids"] is not given
         self._still_whole(module, unseen=unseen)
         if self.base:
-            check_activated(module)
+            check_adapters(module)
         if self.base and unseen:
             check_unreached(module, self.patch.family, call, run.layout)
         if self.pooled is not None:

@@ -1,4 +1,4 @@
-"""What PEFT does to rows, not to examples: prompt learning, around a patched model, and aLoRA.
+"""What PEFT does to rows, not to examples: prompt learning around a patched model, aLoRA, Lily.
 
 Under prompt learning its caller's boundaries do not come through: PEFT leaves out ``position_ids``
 and says so in a warning alone; what its caller gave is still in the frames of that call, and
@@ -63,8 +63,31 @@ def check_prompts(module: torch.nn.Module, call: Mapping[str, Any]) -> None:
             )
 
 
-def check_activated(module: torch.nn.Module) -> None:
-    """Refuse a packed call of which PEFT's aLoRA adapts only the end of each row.
+def by_the_row(config: Any) -> Optional[str]:
+    """Why an adapter of PEFT cannot adapt packed rows example by example, or None.
+
+    Args:
+        config: the adapter's ``PeftConfig``.
+    """
+    tokens = getattr(config, "alora_invocation_tokens", None)
+    if tokens:
+        return (
+            "PEFT's activated LoRA (aLoRA) adapts the end of each row, from its last invocation "
+            f"tokens {quote(tokens)} on, not of each example"
+        )
+    kind = getattr(config, "peft_type", None)
+    kind = str(getattr(kind, "value", kind))
+    if kind == "LILY":
+        return f"PEFT's {kind} weighs its experts by the mean over all tokens of a batch"
+    if getattr(config, "is_prompt_learning", False):
+        return (
+            f"PEFT's {kind} (prompt learning) puts virtual tokens before each row, not each example"
+        )
+    return None
+
+
+def check_adapters(module: torch.nn.Module) -> None:
+    """Refuse a packed call that PEFT's aLoRA or Lily would adapt by the row.
 
     Args:
         module: the patched base model that is called.
@@ -80,23 +103,23 @@ def check_activated(module: torch.nn.Module) -> None:
             wrapper = frame.f_locals.get("self")
             configs = getattr(wrapper, "peft_config", None)
             if isinstance(wrapper, torch.nn.Module) and isinstance(configs, Mapping):
-                tokens = [getattr(c, "alora_invocation_tokens", None) for c in configs.values()]
-                if any(tokens) and any(_from_a_token_on(m) for m in module.modules()):
+                reasons = [by_the_row(config) for config in configs.values()]
+                if any(reasons) and any(map(_adapts_by_the_row, module.modules())):
                     raise PackingError(
-                        "PEFT's activated LoRA (aLoRA) adapts the end of each row, from its last "
-                        f"invocation tokens {quote(next(filter(None, tokens)))} on, not of each "
-                        "example. Give it one example a row, padded; or use LoRA for packed rows."
+                        f"{next(filter(None, reasons))}. Give it one example a row, padded; or "
+                        "use LoRA for packed rows."
                     )
         frame = frame.f_back
 
 
-def _from_a_token_on(module: torch.nn.Module) -> bool:
-    """Whether PEFT has given one of its layers the token of each row from which it adapts."""
-    for hook in module._forward_pre_hooks.values():
-        name = getattr(getattr(hook, "func", None), "__name__", "")
-        if name.startswith("_alora_offsets") and not getattr(module, "disable_adapters", False):
-            return True
-    return False
+def _adapts_by_the_row(module: torch.nn.Module) -> bool:
+    """Whether a layer of PEFT's does so now; aLoRA's is told the token of each row by a hook."""
+    if getattr(module, "disable_adapters", False):
+        return False
+    if type(module).__module__ == "peft.tuners.lily.layer":
+        return "LilyLayer" in {cls.__name__ for cls in type(module).__mro__}
+    functions = [getattr(hook, "func", None) for hook in module._forward_pre_hooks.values()]
+    return any(getattr(f, "__name__", "").startswith("_alora_offsets") for f in functions)
 
 
 def _prompting(module: torch.nn.Module, frame: Optional[FrameType]) -> Optional[FrameType]:

@@ -18,7 +18,7 @@ RELEASE = Version(transformers.__version__)
 
 
 def by_config(model: Any) -> None:
-    model.config.is_causal = False  # as in the config of gte-Qwen2-7B-instruct
+    model.config.is_causal = False
 
 
 def by_layers(model: Any) -> None:

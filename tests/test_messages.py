@@ -32,8 +32,8 @@ WITHOUT_VALUES = {
     "got no bins",
     "got no lengths",
     "effective_batch got no batches",
+    "backward of a packed call came after the model was reverted",
     "attention is empty",  # a registry file's
-    "PEFT prompt learning (prefix or prompt tuning) puts virtual tokens",
 }
 #: What a reader can do, as the first word of a sentence or of a part of one.
 VERBS = (

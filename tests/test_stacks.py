@@ -761,6 +761,29 @@ def test_activated_lora_is_refused(build: Build) -> None:
             assert torch.equal(wrapped(**call).logits, model(**call).logits)
 
 
+def test_lily_is_refused(build: Build) -> None:
+    """It weighs its experts by the mean over all tokens, the other examples' too, silently."""
+    peft = pytest.importorskip("peft", exc_type=ImportError)
+    if not hasattr(peft, "LilyConfig"):
+        pytest.skip("PEFT has no Lily for this release")
+    call = _positions(TWO).kwargs
+    del call["use_cache"]
+    model, stock = build(), build()
+    plain = stock(input_ids=call["input_ids"]).logits
+    config = peft.LilyConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"])
+    with pytest.raises(fpp.UnsupportedModelError, match="LILY weighs.*mean.*use LoRA"):
+        fpp.apply(peft.get_peft_model(stock, config))
+    fpp.apply(model)
+    alone = model(**call).logits
+    wrapped = peft.get_peft_model(model, config).eval()
+    with torch.no_grad():
+        with pytest.raises(fpp.PackingError, match="LILY weighs.*mean.*one example a row"):
+            wrapped(**call)
+        with wrapped.disable_adapter():
+            assert torch.equal(wrapped(**call).logits, alone)
+            assert torch.equal(wrapped(input_ids=call["input_ids"]).logits, plain)
+
+
 def call_by_forward(model: Any) -> Any:
     """With positions that no name of this function holds."""
     return model.forward(torch.arange(3, 9)[None], position_ids=torch.arange(6)[None] % 3)
