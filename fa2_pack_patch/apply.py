@@ -78,9 +78,7 @@ def apply(
             _join_heads(found, earlier)
             if found.reasons:
                 raise UnsupportedModelError(found.subject, found.reasons + ([note] if note else []))
-            if not allow_unverified:
-                note = _proved(found, note)
-            return _plan(found, kernel, note)
+            return _plan(found, kernel, _proved(found, note, trusted=allow_unverified))
 
 
 @contextmanager
@@ -177,15 +175,23 @@ def _shifts_labels(holder: torch.nn.Module, found: Detection) -> bool:
     return heads.isdisjoint(found.family.per_token)
 
 
-def _proved(found: Detection, note: Optional[str]) -> Optional[str]:
-    """For a release or modeling code that nobody verified: what a twin of the config gave."""
+def _proved(found: Detection, note: Optional[str], *, trusted: bool = False) -> Optional[str]:
+    """For a release or modeling code that nobody verified: what a twin of the config gave.
+
+    None is tried if it is ``trusted`` without.
+    """
     assert found.family is not None
+    instead = "install an earlier Transformers or a later fa2_pack_patch"
     if note is None:
         changed = twin.altered(found.family)
         if changed is None:
             return None
-        note = f"{changed} of transformers {compat.release()} is not as it was released"
-    return twin.check(found.config, found.family, found.implementation, note)
+        release = f"transformers {compat.release()}"
+        note = f"{changed} of {release} is not as it was released"
+        instead = f"reinstall {release}, so that it is"
+    if trusted:
+        return f"{note}, and taken without a proof (allow_unverified=True); call verify(model)"
+    return twin.check(found.config, found.family, found.implementation, note, instead)
 
 
 def _plan(found: Detection, kernel: str, note: Optional[str]) -> PatchReport:

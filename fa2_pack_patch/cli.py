@@ -18,9 +18,8 @@ from typing import Any, Optional
 
 from packaging.version import InvalidVersion, Version
 
-from . import __version__, kernels
+from . import __version__, compat, kernels
 from .apply import supports
-from .compat import NEWEST, OLDEST
 from .errors import Fa2PackPatchError, in_words
 from .registry import Family, families
 
@@ -60,7 +59,7 @@ def env() -> str:
         lines.append("- GPU: none seen by torch")
     for kernel in kernels.KERNELS.values():
         lines.append(f"- kernel {kernel.name}: {kernel.unavailable() or 'available'}")
-    lines.append(f"- verified Transformers: {OLDEST} to {NEWEST}")
+    lines.append(f"- verified Transformers: {compat.OLDEST} to {compat.NEWEST}")
     return "\n".join(lines)
 
 
@@ -121,7 +120,8 @@ def _load(options: argparse.Namespace) -> Any:
     from transformers import AutoModelForCausalLM
 
     dtype = getattr(torch, options.dtype) if options.dtype else "auto"
-    more: dict[str, Any] = {"torch_dtype": dtype, "trust_remote_code": False}
+    name = compat.dtype_keyword(compat.release())
+    more: dict[str, Any] = {name: dtype, "trust_remote_code": False}
     if options.implementation:
         more["attn_implementation"] = options.implementation
     return AutoModelForCausalLM.from_pretrained(options.target, **more)
@@ -198,7 +198,8 @@ def doctor(options: argparse.Namespace) -> int:
     }
     lines = [env(), "", "What is decided here, and why:"]
     lines += [f"- {name}: {value}" for name, value in decided.items()]
-    lines += ["", "Packed input that stock gets wrong here (tiny Llama, float32, CPU):"]
+    where = "float32, CPU; as flash-attention bfloat16, where there is a GPU for it"
+    lines += ["", f"Packed input that stock gets wrong here (tiny Llama, {where}):"]
     for implementation in dict.fromkeys(o.implementation for o in outcomes):
         own = [o for o in wrong if o.implementation == implementation]
         lines.append(f"- loaded as {implementation}: {len(own)} kinds" if own else "- none")
@@ -216,7 +217,7 @@ def doctor(options: argparse.Namespace) -> int:
 
 def release_check(options: argparse.Namespace) -> int:
     """Every family of the installed release, a small model each, patched and verified."""
-    from . import compat, twin
+    from . import twin
 
     installed = str(compat.release())
     try:

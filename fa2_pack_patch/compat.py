@@ -55,6 +55,11 @@ def flash_window_sees(handed: Optional[int], version: Version) -> Optional[int]:
     return handed if version >= Version("4.56.0.dev0") else handed + 1
 
 
+def dtype_keyword(version: Version) -> str:
+    """What ``from_pretrained`` calls the dtype to load a model in, without a warning."""
+    return "dtype" if version >= Version("4.56") else "torch_dtype"
+
+
 def config_may_be_bidirectional(version: Version) -> bool:
     """Whether a decoder's masks heed ``config.is_causal`` (not yet in 5.0.0)."""
     return version > Version("5.0.0")

@@ -19,8 +19,8 @@ from .rounding import distance
 
 _ONE: list[list[int]] = [[4, 9, 1, 6]]
 _TWO: list[list[int]] = [[4, 9, 7], [11, 1, 8]]
-#: float32 is right to a few thousand of its epsilons, or wrong by far more.
-_EPSILONS = 2000
+#: Right is this near (in multiples of a typical logit), and wrong is off by 1 and more.
+_LIMIT = {torch.float32: 2000 * 2.0**-23, torch.bfloat16: 16 * 2.0**-7}
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,8 @@ def kinds(model: torch.nn.Module, vocabulary: int) -> list[tuple[str, str, Batch
     equal = _plain([[4, 9, 7], [4, 9, 7]], vocabulary)
     positions = two.kwargs["position_ids"]
     padded = _padded(_TWO, vocabulary, _end)
-    embeds = model.get_input_embeddings()(two.kwargs["input_ids"]).detach()  # type: ignore[operator]
+    embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
+    embeds = embedding(two.kwargs["input_ids"].to(embedding.weight.device)).detach()
     rotated = positions.int().t().contiguous().t()
     ones = torch.ones_like(positions)
     return [
@@ -109,6 +110,11 @@ def kinds(model: torch.nn.Module, vocabulary: int) -> list[tuple[str, str, Batch
             _with(equal, position_ids=equal.kwargs["position_ids"][:1]),
         ),
         ("int32", "int32, non-contiguous position_ids", _with(two, position_ids=rotated)),
+        (
+            "row_ones",
+            "one packed row, all-ones mask",
+            _with(one, attention_mask=torch.ones_like(one.kwargs["position_ids"])),
+        ),
         ("ones", "two rows, all-ones mask", _with(two, attention_mask=ones)),
         ("padded_right", "packed row, padded right", _padded(_ONE, vocabulary, _end)),
         ("padded_left", "packed row, padded left", _padded(_ONE, vocabulary, lambda _: 0)),
@@ -161,9 +167,10 @@ def _status(probe: Probe, batch: Batch, references: Sequence[Optional[torch.Tens
         return "refused"
     except Exception:
         return "error"
-    limit = _EPSILONS * torch.finfo(torch.float32).eps
     wrong = any(
-        distance(out[p.place], r) > limit for p, r in zip(batch.pieces, references) if r is not None
+        distance(out[p.place], r) > _LIMIT[out.dtype]
+        for p, r in zip(batch.pieces, references)
+        if r is not None
     )
     return "wrong" if wrong else "right"
 
@@ -177,13 +184,21 @@ def _alone(probe: Probe, piece: Piece) -> torch.Tensor:
 
 
 def examine(implementations: Optional[Sequence[str]] = None) -> list[Outcome]:
-    """Every kind of packed input, stock and patched, for each implementation that loads here."""
+    """Every kind of packed input, stock and patched, for each implementation that loads here.
+
+    All on the CPU in float32, but ``flash_attention_2`` on the GPU in bfloat16, by default if
+    there is one and flash-attn.
+    """
     found = []
-    for implementation in implementations or ("eager", "sdpa"):
+    flash = torch.cuda.is_available() and kernels.KERNELS["flash_attn"].unavailable() is None
+    by_default = ("eager", "sdpa", *(["flash_attention_2"] if flash else []))
+    for implementation in implementations or by_default:
         try:
             model = tiny(implementation)
         except (ValueError, ImportError):
             continue
+        if implementation == "flash_attention_2":
+            model.to("cuda" if torch.cuda.is_available() else "cpu", torch.bfloat16)
         probe = Probe.of(model)
         with torch.no_grad(), undisturbed(model):
             batches = kinds(model, 128)

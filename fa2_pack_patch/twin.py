@@ -262,11 +262,12 @@ def remember(wanted: Mapping[str, str]) -> None:
                 os.unlink(temporary)
 
 
-def check(config: Any, family: Family, implementation: str, why: str) -> str:
+def check(config: Any, family: Family, implementation: str, why: str, instead: str) -> str:
     """A note that a twin of ``config`` passed, now or before.
 
     Args:
         why: what is not verified, for the messages.
+        instead: what to install instead, for the messages.
 
     Raises:
         UnsupportedReleaseError: it did not pass, with the figures.
@@ -279,15 +280,13 @@ def check(config: Any, family: Family, implementation: str, why: str) -> str:
     except Exception as error:
         raise UnsupportedReleaseError(
             f"{why}, and a two-layer twin of this config could not be tried: "
-            f"{in_words(error)}. The model is unchanged. Install an earlier Transformers or a "
-            "later fa2_pack_patch, or pass allow_unverified=True and call "
-            "fa2_pack_patch.verify(model) yourself."
+            f"{in_words(error)}. The model is unchanged. You can {instead}; or pass "
+            "allow_unverified=True and call fa2_pack_patch.verify(model) yourself."
         ) from error
     if not report.passed:
         raise UnsupportedReleaseError(
             f"{why}, and on a two-layer twin of this config packed is not what separate is; the "
-            "model is unchanged. Install an earlier Transformers or a later fa2_pack_patch.\n"
-            f"{report}"
+            f"model is unchanged. Give it one example a row, or {instead}.\n{report}"
         )
     remember(wanted)
     return f"{why}; a two-layer twin of this config passed verify just now"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
 import sys
 from pathlib import Path
 from unittest import mock
@@ -210,7 +211,33 @@ def test_doctor_names_exactly_the_kinds_that_stock_gets_wrong(
             if row["implementation"] == name:
                 found.setdefault(row["stock"], []).append(row["kind"])
                 assert row["patched"] == "right"
+        ones = next(kinds for kinds in found.values() if "ones" in kinds)
+        ones.remove("row_ones")  # not of the matrix, which has two rows of it
         assert {k: sorted(v) for k, v in found.items()} == cells[name]["stock"]
+
+
+#: The doctor's own look at flash-attention, with the stand-in for a CPU; for a process of its own.
+_AS_FLASH = """
+import json
+from tests.matrix.standin.activate import activate
+activate()
+from fa2_pack_patch import doctor
+print(json.dumps([vars(o) for o in doctor.examine(["flash_attention_2"])]))
+"""
+
+
+def test_doctor_of_flash_attention() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", _AS_FLASH], capture_output=True, text=True, check=True
+    )
+    kept = run.RESULTS / f"{compat.release()}.json"
+    cells = json.loads(kept.read_text(encoding="utf-8"))["families"]["llama"]
+    found: dict[str, list[str]] = {}
+    for row in json.loads(ran.stdout.splitlines()[-1]):
+        assert row["patched"] == "right"
+        found.setdefault(row["stock"], []).append(row["kind"])
+    next(kinds for kinds in found.values() if "positions" in kinds).remove("row_ones")
+    assert {k: sorted(v) for k, v in found.items()} == cells["flash_attention_2"]["stock"]
 
 
 def test_doctor_as_text(capsys: pytest.CaptureFixture[str]) -> None:
