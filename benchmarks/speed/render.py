@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from . import plots, tables
@@ -55,8 +55,8 @@ _PARTS: dict[str, tuple[str, str, Callable[[Section], str]]] = {
 }  # fmt: skip
 
 
-def markdown(results: Results, again: Results | None = None) -> str:
-    """Everything as text: machines, bars, a table a section, and the bars of another run."""
+def markdown(results: Results, again: Sequence[Results] = ()) -> str:
+    """Everything as text: machines, bars, a table a section, and the bars of other runs."""
     parts = []
     if smoke(results):
         parts.append("**Some rows are of a `--smoke` run on a CPU: no measurement.**")
@@ -64,8 +64,8 @@ def markdown(results: Results, again: Results | None = None) -> str:
     for name, (title, note, draw) in _PARTS.items():
         if name in results and results[name].rows:
             parts.append(f"## {title}\n\n{note}\n\n{draw(results[name])}")
-    if again:
-        parts.append("## Measured again\n\n" + tables.bars(again, measured=True))
+    for n, run in enumerate(again, 1):
+        parts.append(f"## Measured again, run {n}\n\n{tables.bars(run, measured=True)}")
     return "\n\n".join(parts)
 
 
@@ -104,7 +104,7 @@ def main(arguments: list[str]) -> int:
     if not results:
         print(f"no results in {options.results}", file=sys.stderr)
         return 1
-    text = markdown(results, load(options.results / AGAIN))
+    text = markdown(results, [load(f) for f in sorted(options.results.glob(AGAIN))])
     path = options.docs / "speed.md"
     page = path.read_text(encoding="utf-8") if path.exists() else _PAGE
     if options.check:

@@ -9,8 +9,8 @@ from typing import Any
 from .measure import latest, read
 
 Row = dict[str, Any]
-#: A folder beside the results: cells that were measured once more, by a shorter run.
-AGAIN = "again"
+#: Folders in that of the results: cells that were measured once more, by shorter runs.
+AGAIN = "again*"
 FOLDER = Path(__file__).resolve().parents[1] / "results" / "speed"
 
 
