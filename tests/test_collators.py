@@ -375,3 +375,30 @@ def test_short_examples_never_overflow_a_static_row(examples: int) -> None:
     layout = PackedLayout.from_batch(batch)
     assert len(batch["cu_seq_lens_q"]) == 3 + 1 + 64 // 8
     assert sum(not pad for pad in layout.padding) == examples and layout.max_seqlen <= 8
+
+
+def test_an_example_that_is_packed_already_is_refused() -> None:
+    collator = DataCollatorWithFlattening()
+    two = {"input_ids": [5, 6, 7, 8], "position_ids": [0, 1, 0, 1]}
+    with pytest.raises(PackingError, match=r"example 1 start anew .*\[0, 1, 0, 1\]"):
+        collator([{"input_ids": [5]}, two])
+    for mask in ([1, 1, 2, 2], [0.0, -1e9, 0.0, 0.0]):
+        with pytest.raises(PackingError, match="example 0 must hold 0 and 1"):
+            collator([{"input_ids": [5, 6, 7, 8], "attention_mask": mask}])
+    # Positions of padding say nothing.
+    left = {"input_ids": [0, 0, 5, 6], "attention_mask": [0, 0, 1, 1], "position_ids": [1, 1, 0, 1]}
+    assert collator([left])["input_ids"].tolist() == [[5, 6]]
+
+
+@pytest.mark.parametrize("padding", [{}, {"pad_to_multiple_of": 16}])
+def test_an_inner_collator_that_packs_is_refused(padding: dict[str, Any]) -> None:
+    inner = DataCollatorWithFlattening(**padding)
+    with pytest.raises(PackingError, match="start anew inside of it"):
+        DataCollatorWithFlattening(inner=inner)(features())
+
+
+def test_completion_mask() -> None:
+    made = [{"input_ids": [5, 6, 7], "completion_mask": [0, 0, 1]}]
+    row = DataCollatorWithFlattening()(made)
+    assert row["labels"].tolist() == [[-100, -100, 7]]
+    assert "completion_mask" not in row

@@ -13,6 +13,7 @@ import torch
 
 from ..errors import PackingError
 from ..tensors import quote
+from .checks import check_keys, check_whole
 
 Feature = Mapping[str, Any]
 Batch = dict[str, Any]
@@ -24,6 +25,7 @@ _OWN = (
     "position_ids",
     "token_type_ids",
     "assistant_masks",
+    "completion_mask",
 )
 
 
@@ -39,8 +41,9 @@ class DataCollatorWithFlattening:
 
     An example holds ``input_ids`` and perhaps ``labels`` (else ``input_ids`` are the labels), as
     lists, numpy arrays or tensors. Its ``attention_mask`` takes padding out of it;
-    ``assistant_masks`` (as chat templates with ``{% generation %}`` give them) leave only the
-    assistant's tokens as targets; its own ``position_ids`` and ``token_type_ids`` are left out.
+    ``assistant_masks`` (of chat templates with ``{% generation %}``) and TRL's ``completion_mask``
+    leave only their tokens as targets; its own ``position_ids``, which must not start anew inside
+    of it, and ``token_type_ids`` are left out.
     Other keys of numbers are carried: one number an example as
     ``(examples,)``, one a token as ``(1, tokens)``; anything else is refused by name.
 
@@ -168,7 +171,7 @@ class DataCollatorWithFlattening:
                 "one token."
             )
         examples = [examples[at] for at in kept]
-        _same_keys(examples, kept)
+        check_keys(examples, kept)
         lengths = [len(example["input_ids"]) for example in examples]
         pad = self._padding(lengths)
         separator = self.separator_id if separator_id is None else separator_id
@@ -220,12 +223,17 @@ class DataCollatorWithFlattening:
                     f"labels of example {at} are {result['labels'].dtype}; they must be integers, "
                     "with -100 where there is no target."
                 )
-        keep = torch.ones(length, dtype=torch.bool)
+        keep, mask, positions = torch.ones(length, dtype=torch.bool), None, None
         if feature.get("attention_mask") is not None:
-            keep = self._aligned(feature, "attention_mask", at, length) != 0
-        if feature.get("assistant_masks") is not None:
-            wanted = self._aligned(feature, "assistant_masks", at, length) != 0
-            result["labels"] = torch.where(wanted, result["labels"], -100)
+            mask = self._aligned(feature, "attention_mask", at, length)
+            keep = mask != 0
+        if feature.get("position_ids") is not None:
+            positions = _numbers(feature["position_ids"], "position_ids", at)
+        check_whole(at, mask, positions, keep)
+        for name in ("assistant_masks", "completion_mask"):
+            if feature.get(name) is not None:
+                wanted = self._aligned(feature, name, at, length) != 0
+                result["labels"] = torch.where(wanted, result["labels"], -100)
         for key, value in feature.items():
             if key in _OWN or value is None:
                 continue
@@ -327,9 +335,11 @@ def rows_of(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
     for at in range(len(ids)):
         row = {}
         for key, value in batch.items():
-            if value is None or key == "position_ids":
+            if value is None:
                 continue
             if not hasattr(value, "shape") or not len(value.shape) or len(value) != len(ids):
+                if key == "position_ids":
+                    continue  # of all rows, or of none
                 raise PackingError(
                     f"the inner collator gave {key!r} as {_kind(value)}, not one entry for each of "
                     f"its {len(ids)} rows, so it cannot be laid end to end; let it leave {key!r} "
@@ -384,15 +394,3 @@ def _row(parts: list[torch.Tensor], pad: int, value: float) -> torch.Tensor:
     """``(1, tokens)``: the parts end to end, and ``pad`` times ``value``."""
     joined = torch.cat(parts)
     return torch.cat([joined, joined.new_full((pad,), value)])[None] if pad else joined[None]
-
-
-def _same_keys(examples: list[dict[str, torch.Tensor]], at: list[int]) -> None:
-    wanted = {key: value.dim() for key, value in examples[0].items()}
-    for example, index in zip(examples, at):
-        found = {key: value.dim() for key, value in example.items()}
-        if found != wanted:
-            odd = sorted(k for k in set(wanted) | set(found) if wanted.get(k) != found.get(k))
-            raise PackingError(
-                f"example {index} differs from example {at[0]} in {odd}: each key must be in every "
-                "example, as one number in all of them or as one for each token in all."
-            )
