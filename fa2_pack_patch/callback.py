@@ -36,8 +36,8 @@ class Seen:
 
 
 class PackingEvents:
-    """Applies :func:`fa2_pack_patch.apply` at the start, checks that training runs packed, and
-    reports how it went.
+    """Applies :func:`fa2_pack_patch.apply` when the trainer is made, or, if it was added later or
+    is to revert, when training begins; checks that training runs packed, and reports how it went.
 
     ::
 
@@ -57,7 +57,8 @@ class PackingEvents:
         allow_unverified: likewise.
         check_steps: raise when no forward of the first so many optimizer steps was packed;
             0 never raises.
-        revert_at_end: undo the patch when training ends, if it was made here.
+        revert_at_end: undo the patch when training ends, if it was made here. Then only training
+            is patched, and no evaluation before or after it.
 
     Raises:
         PackingError: at the end of step ``check_steps``, with what the model was given instead.
@@ -101,11 +102,17 @@ class PackingEvents:
             )
         callbacks[:] = [self, *(callback for callback in callbacks if callback is not self)]
 
+    def on_init_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """Apply, so that ``evaluate`` and ``predict`` before training run packed too."""
+        model = more.get("model")
+        if model is not None and not self.revert_at_end:
+            self.report = apply(model, kernel=self.kernel, allow_unverified=self.allow_unverified)
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Apply (harmless when it was done before), and start counting."""
         model = more["model"]
         self._stop()
-        self._mine = not is_applied(model)
+        self._mine |= not is_applied(model)  # or by a try that failed
         self.report = apply(model, kernel=self.kernel, allow_unverified=self.allow_unverified)
         base = next(base for _, base, _ in find_base(model) if ATTRIBUTE in base.__dict__)
         self._handles = [
@@ -158,6 +165,7 @@ class PackingEvents:
         self._stop()
         if self.revert_at_end and self._mine:
             revert(more["model"])
+            self._mine = False
 
     def _stop(self) -> None:
         for handle in self._handles:

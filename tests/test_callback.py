@@ -187,3 +187,30 @@ def test_compiled_forwards_are_not_taken_for_unpacked_ones(begun: Any) -> None:
     compiled(**flatten(parts.examples(4)))
     for _ in range(callback.check_steps):
         callback.on_step_end(None, None, None)
+
+
+def test_evaluation_before_training_is_packed(tmp_path: Any) -> None:
+    """``Trainer.evaluate`` alone fires no ``on_train_begin``."""
+
+    def loss(callbacks: list[Any], model: Any) -> float:
+        found = transformers.Trainer(
+            model=model,
+            args=parts.arguments(tmp_path, per_device_eval_batch_size=4),
+            data_collator=flatten,
+            eval_dataset=parts.examples(8),
+            callbacks=callbacks,
+        ).evaluate()
+        return float(found["eval_loss"])
+
+    patched = parts.model()
+    fa2_pack_patch.apply(patched)
+    assert loss([Fa2PackPatchCallback()], parts.model()) == loss([], patched)
+
+
+def test_revert_at_end_after_a_first_try() -> None:
+    """``auto_find_batch_size`` begins training again after an error."""
+    callback, model = Fa2PackPatchCallback(revert_at_end=True), parts.model()
+    for _ in range(2):
+        callback.on_train_begin(None, None, None, model=model)
+    callback.on_train_end(None, None, None, model=model)
+    assert not fa2_pack_patch.is_applied(model)
