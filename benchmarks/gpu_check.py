@@ -272,6 +272,7 @@ def main() -> int:
     }
     bad = []
     target = Path(sys.argv[1]) / f"{transformers.__version__}.json"
+    target.parent.mkdir(parents=True, exist_ok=True)
     for name, implementation, layout, kinds in plans(transformers.__version__):
         key = f"{name}/{implementation}/{layout}"
         try:

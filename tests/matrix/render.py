@@ -158,8 +158,7 @@ def gpu(results: list[Result]) -> list[str]:
         "own attention and each example by itself, is off, plus one bf16 rounding (2^-8, relative); "
         f"the worst call reached {worst:.2f} of that. Gradients are those of embeddings, norms and "
         "biases. Mixture-of-experts models use all their experts here, since a near tie would be "
-        "decided by rounding. What came after these runs (texts of errors, calls under "
-        "accelerate's hooks, torch.compile on torch 2.11) was tested on a CPU.",
+        "decided by rounding. These runs are of commit 5be7173; what came after was tested on a CPU.",
         "",
     ]
     columns = [[gpu_cell(r, f) for f in names] for r in results]
