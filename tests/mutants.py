@@ -99,6 +99,12 @@ MUTANTS = [
     ),
     _n(
         "a jump forward is a boundary", "boundaries.py",
+        "= position_ids[:, 1:] <= position_ids[:, :-1]\n",
+        "= position_ids[:, 1:] != position_ids[:, :-1] + 1\n",
+        "an example whose positions skip is cut in two", "jumps",
+    ),
+    _n(
+        "a jump forward is a boundary under a mask", "boundaries.py",
         "(position_ids[:, 1:] <= position_ids[:, :-1])",
         "(position_ids[:, 1:] != position_ids[:, :-1] + 1)",
         "an example whose positions skip is cut in two", "jumps",

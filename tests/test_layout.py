@@ -26,6 +26,7 @@ def oracle(rows: list[list[int]], mask: list[list[int]] | None = None) -> list[i
     return lengths
 
 
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(
     ("ids", "lengths"),
     [
@@ -39,8 +40,9 @@ def oracle(rows: list[list[int]], mask: list[list[int]] | None = None) -> list[i
         ([5, 6, 7, 8], (4,)),
     ],
 )
-def test_resets_make_examples(ids: list[int], lengths: tuple[int, ...]) -> None:
-    layout = PackedLayout.from_position_ids(torch.tensor(ids))
+def test_resets_make_examples(ids: list[int], lengths: tuple[int, ...], masked: bool) -> None:
+    mask = torch.ones(1, len(ids)) if masked else None
+    layout = PackedLayout.from_position_ids(torch.tensor(ids), mask)
     assert layout.lengths == lengths
     assert layout.cu_seqlens.tolist() == [sum(lengths[:i]) for i in range(len(lengths) + 1)]
     assert layout.cu_seqlens.dtype == torch.int32
@@ -63,9 +65,10 @@ def test_random_rows_against_the_oracle() -> None:
                 row.append(position)
                 position = rng.choice([position + 1, position + 1, position + 3, 0, position])
             ids.append(row)
-        got = read_boundaries(torch.tensor(ids), None, always=True)
-        assert got is not None
-        assert got.lengths == oracle(ids)
+        for mask in (None, torch.ones(rows, tokens)):
+            got = read_boundaries(torch.tensor(ids), mask, always=True)
+            assert got is not None
+            assert got.lengths == oracle(ids)
 
 
 def test_padding_is_an_example_of_its_own() -> None:
