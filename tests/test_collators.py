@@ -402,3 +402,20 @@ def test_completion_mask() -> None:
     row = DataCollatorWithFlattening()(made)
     assert row["labels"].tolist() == [[-100, -100, 7]]
     assert "completion_mask" not in row
+
+
+def test_a_column_that_the_collator_makes_itself_is_refused() -> None:
+    examples = [{"input_ids": [3, 4, 5], "seq_idx": [7, 7, 7]}, {"input_ids": [6], "seq_idx": [8]}]
+    assert DataCollatorWithFlattening()(examples)["seq_idx"].tolist() == [[7, 7, 7, 8]]
+    with pytest.raises(PackingError, match=r"columns \['seq_idx'\], which this collator makes"):
+        DataCollatorWithFlattening(return_seq_idx=True)(examples)
+    limits = [{"input_ids": [3, 4], "max_length_q": 9}]
+    with pytest.raises(PackingError, match="max_length_q"):
+        DataCollatorWithFlattening(return_flash_attn_kwargs=True)(limits)
+
+
+@pytest.mark.parametrize("lengths", [[2, 1], [1, 1, 1]])
+def test_an_example_that_trl_has_packed_is_refused(lengths: list[int]) -> None:
+    example = {"input_ids": [3, 4, 5], "seq_lengths": lengths}
+    with pytest.raises(PackingError, match="seq_lengths of example 0 are of .*TRL has packed it"):
+        DataCollatorWithFlattening()([example])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Optional
+from collections.abc import Iterable, Sized
+from typing import Any, Optional
 
 import torch
 
@@ -51,3 +52,23 @@ def check_keys(examples: list[dict[str, torch.Tensor]], at: list[int]) -> None:
                 f"example {index} differs from example {at[0]} in {odd}: each key must be in every "
                 "example, as one number in all of them or as one for each token in all."
             )
+
+
+def check_lengths(seq_lengths: Any, at: int) -> None:
+    """Refuse an example that TRL has packed: its ``seq_lengths`` are those of several."""
+    if isinstance(seq_lengths, Sized) and len(seq_lengths) > 1:
+        raise PackingError(
+            f"seq_lengths of example {at} are of {len(seq_lengths)} ({quote(seq_lengths)}): TRL "
+            "has packed it already. Give each of its examples by itself (packing=False), or "
+            "use TRL's own collator for such rows."
+        )
+
+
+def check_columns(columns: Iterable[str], batch: Iterable[str]) -> None:
+    """Refuse columns of the data set that the collator makes itself."""
+    both = sorted(set(columns) & set(batch))
+    if both:
+        raise PackingError(
+            f"the examples have columns {both}, which this collator makes itself. Remove them from "
+            "the data set."
+        )

@@ -13,7 +13,7 @@ import torch
 
 from ..errors import PackingError
 from ..tensors import quote
-from .checks import check_keys, check_whole
+from .checks import check_columns, check_keys, check_lengths, check_whole
 
 Feature = Mapping[str, Any]
 Batch = dict[str, Any]
@@ -194,6 +194,7 @@ class DataCollatorWithFlattening:
             mask = torch.ones(1, sum(spans), dtype=torch.int64)
             mask[:, sum(lengths) :] = 0
             batch["attention_mask"] = mask
+        check_columns(examples[0], batch)
         for key in examples[0]:
             values = [e[key] for e in examples]
             batch[key] = _row(values, pad, 0) if values[0].dim() else torch.stack(values)
@@ -215,6 +216,7 @@ class DataCollatorWithFlattening:
                 f"of shape {tuple(ids.shape)}."
             )
         length = len(ids)
+        check_lengths(feature.get("seq_lengths"), at)
         result = {"input_ids": ids, "labels": ids}
         if feature.get("labels") is not None:
             result["labels"] = self._aligned(feature, "labels", at, length)
