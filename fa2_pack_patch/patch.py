@@ -109,6 +109,12 @@ class Site:
             softcap = getattr(self.config, "attn_logit_softcapping", None)
         return scale, self._reference_window(rule, handed_window), softcap if rule.softcap else None
 
+    def drops_out(self) -> bool:
+        """Whether attention has dropout, as this model was loaded; Falcon's has as flash alone."""
+        name = compat.implementation_of(self.module, self.config, self.span.via)
+        rule, _ = self.patch.reference(name)
+        return rule is None or rule.dropout
+
     def _reference_window(self, rule: Any, handed_window: Optional[int]) -> Optional[int]:
         width = getattr(self.config, "sliding_window", None)
         if rule.window == "none" or not width:

@@ -59,6 +59,8 @@ class Reference:
     softcap: bool = False
     scale: Optional[str] = None
     condition: Optional[str] = None
+    #: whether it drops out in training at all
+    dropout: bool = True
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,7 @@ _KEYS = {
 }  # fmt: skip
 _SPAN_KEYS = {"releases", "via", "classes", "packed_class", "name"}
 _REFERENCE_KEYS = {
-    "releases", "implementations", "window", "layers", "softcap", "scale", "condition",
+    "releases", "implementations", "window", "layers", "softcap", "scale", "condition", "dropout",
 }  # fmt: skip
 _MODULE = re.compile(r"transformers\.models(\.\w+)+\.modeling_\w+")
 
@@ -290,4 +292,5 @@ def _reference(raw: _Table) -> Reference:
         raw.one_of("softcap", (True, False), False),
         raw.one_of("scale", ("default",)) if "scale" in raw.raw else None,
         raw.name("condition") if "condition" in raw.raw else None,
+        raw.one_of("dropout", (True, False), True),
     )

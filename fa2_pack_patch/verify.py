@@ -14,6 +14,7 @@ import torch
 
 from . import compat
 from .batches import Batch, Examples, Piece, given_batch, random_batches, usual
+from .dropouts import attention_trains, has_dropout, varies
 from .forwards import in_place
 from .gradients import (
     checkpointed,
@@ -50,8 +51,8 @@ def verify(model: torch.nn.Module, *, examples: Optional[Examples] = None) -> Ve
     notices, and every attention layer must have run packed. Tolerances are twice the error that
     PyTorch itself makes on this model, measured by rounding every module's output otherwise.
 
-    Random state, training modes, ``.grad``, buffers and config are as before afterwards. The model
-    runs in evaluation mode: dropout is off. No other thread may use the model meanwhile.
+    Random state, training modes, ``.grad``, buffers and config are as before afterwards. Dropout is
+    off, but for the check of that in attention. No other thread may use the model meanwhile.
 
     Args:
         model: a patched model, or a wrapper around it.
@@ -122,6 +123,8 @@ class _Proof:
             for batch in batches:
                 alone, trials = self._logits(batch)
             self._losses(batches[-1], alone, trials)
+            if has_dropout(self.probe):
+                self._dropout(batches[-1])
         if not self.ranks.any(not with_gradients):
             self._gradients(batches[-1])
         bad = self.ranks.failures(self.checks)
@@ -204,6 +207,14 @@ class _Proof:
         if targets.first:
             by_first, exact = float((other - loss).abs()), bool(loss == again)
             self.checks.append(_check("loss by first labels", by_first, 0 if exact else allowed))
+
+    def _dropout(self, batch: Batch) -> None:
+        """In packed rows attention drops out in training where it does in separate ones."""
+        probe = self.probe
+        with attention_trains(probe):
+            alone = self.ranks.any(varies(lambda: torch.cat(each(probe.alone, batch.pieces))))
+            found, why = self.ranks.attempt(lambda: varies(lambda: probe.packed(batch)))
+        self.checks.append(_check("dropout in training", float(found != alone), 0, why))
 
     def _missing(self, runs: Sequence[Any]) -> int:
         patch, layers = self.probe.patch, self.probe.layers

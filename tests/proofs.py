@@ -27,13 +27,13 @@ def _proof(family: str, implementation: str = "sdpa", kernel: str = "auto") -> f
     return fpp.verify(model)
 
 
-def _built(family: str, implementation: str) -> torch.nn.Module:
+def _built(family: str, implementation: str, **config: Any) -> torch.nn.Module:
     import transformers
 
     case = models.FAMILIES[family]
     if implementation not in models.implementations(case, transformers.__version__):
         implementation = "eager"
-    return models.build(case, implementation)
+    return models.build(case, implementation, **config)
 
 
 def _segment_ids() -> fpp.VerifyReport:
@@ -58,6 +58,12 @@ def _classifier() -> fpp.VerifyReport:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = transformers.LlamaForTokenClassification(_built("llama", "sdpa").config)
+    fpp.apply(model)
+    return fpp.verify(model)
+
+
+def _dropping() -> fpp.VerifyReport:
+    model = _built("llama", "sdpa", attention_dropout=0.5)
     fpp.apply(model)
     return fpp.verify(model)
 
@@ -91,6 +97,7 @@ PROOFS: dict[str, Callable[[], fpp.VerifyReport]] = {
     "segment ids": _segment_ids,
     "jumps": _jumps,
     "token classification": _classifier,
+    "dropout": _dropping,
     "offloading": _offloaded,
     "llama, flash-attn": lambda: _flash("llama"),
     "mistral, flash-attn": lambda: _flash("mistral"),

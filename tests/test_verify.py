@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import fa2_pack_patch as fpp
-from fa2_pack_patch import batches, compat, forwards, hooks, layout, patch, plots, rounding
+from fa2_pack_patch import batches, compat, forwards, hooks, kernels, layout, patch, plots, rounding
 from fa2_pack_patch.kernels import sdpa
 from tests.matrix import models
 from tests.matrix.kinds import Call
@@ -697,3 +697,35 @@ def test_the_documented_table_has_the_checks_of_a_report(build: Build) -> None:
     ]
     for check in checks:
         assert f"| {check.name.split(',')[0]} |" in page
+
+
+@pytest.mark.skipif(
+    compat.release() < compat.Version("4.36"), reason="Llama's attention drops nothing out there"
+)
+def test_dropout_that_packed_rows_lose(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("llama", attention_dropout=0.5)
+    fpp.apply(model, kernel="sdpa")
+    for mode in (True, False):
+        model.train(mode)
+        report = fpp.verify(model)
+        assert report.passed, str(report)
+        assert "dropout in training" in [c.name for c in report.checks]
+        assert {m.training for m in model.modules()} == {mode}
+    kernel = kernels.KERNELS["sdpa"]
+    call = type(kernel).__call__
+
+    def without(*args: Any, dropout: float, **more: Any) -> torch.Tensor:
+        return call(*args, dropout=0.0, **more)
+
+    monkeypatch.setattr(type(kernel), "__call__", without)
+    assert failed(fpp.verify(model)) == {"dropout in training"}
+
+
+@pytest.mark.skipif("falcon" not in HERE, reason="no Falcon in this release")
+def test_dropout_that_only_packed_rows_have(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stock Falcon drops out as flash-attention alone, not as it is loaded here."""
+    model = build("falcon", attention_dropout=0.5)
+    fpp.apply(model)
+    assert fpp.verify(model).passed
+    monkeypatch.setattr(patch.Site, "drops_out", lambda _: True)
+    assert failed(fpp.verify(model)) == {"dropout in training"}

@@ -270,6 +270,8 @@ def attend(
     if isinstance(dropout, torch.nn.Dropout):
         dropout = dropout.p
     dropout = float(dropout or 0.0) if site.module.training else 0.0
+    if dropout and not site.drops_out():
+        dropout = 0.0
     kernel = _kernel(site, q, k, window, softcap, dropout)
     out = kernel(
         q, k, v, layout.to(q.device), scale=scale, window=window, softcap=softcap, dropout=dropout
